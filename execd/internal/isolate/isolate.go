@@ -87,9 +87,8 @@ func New(launcher *process.Launcher, files fileRoute, program *process.Program, 
 
 const noIsolation = `isolated sessions are off in this sandbox: create it with the extensions "bootstrap.execd.isolation": "enable" and "sallyport.runtime": "runsc"`
 
-// unavailable makes a session as a test and returns why it failed, "" if it did not. Success and
-// the lack of the capability are final. Any other failure may be temporary (memory, processes,
-// time): it is tried again, but not more often than an interval allows.
+// unavailable creates a session as a test and returns why it failed, or "". Success and the missing capability are
+// final. Any other failure can be temporary (memory, processes, time): it is tried again, at most once in an interval.
 func (i *Isolation) unavailable() string {
 	i.probe.Lock()
 	defer i.probe.Unlock()
@@ -110,7 +109,7 @@ func (i *Isolation) unavailable() string {
 	return ""
 }
 
-// try makes a session and ends it.
+// try creates a session and ends it.
 func (i *Isolation) try() error {
 	if err := i.prepare(); err != nil {
 		return err
@@ -130,7 +129,7 @@ func (i *Isolation) try() error {
 	return nil
 }
 
-// prepare makes the directory of sessions and removes what an earlier daemon left there.
+// prepare creates the directory of sessions and removes what an earlier daemon left there.
 func (i *Isolation) prepare() error {
 	if err := os.MkdirAll(i.root, 0o711); err != nil {
 		return err
@@ -183,7 +182,7 @@ func (i *Isolation) begin(request *request, plan *viewPlan) (*session, error) {
 	return made, nil
 }
 
-// reserve takes a place for a session that is about to be made.
+// reserve takes a place for a session that is about to be created.
 func (i *Isolation) reserve() bool {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -194,7 +193,7 @@ func (i *Isolation) reserve() bool {
 	return true
 }
 
-// start makes a view and the server in it.
+// start creates a view and the server in it.
 func (i *Isolation) start(plan *viewPlan, namespaces uintptr) (*helper.Helper, error) {
 	spec := helper.Spec{Flag: Flag, Plan: plan, Namespaces: namespaces, UID: plan.UID, GID: plan.GID}
 	return helper.Start(i.launcher.Reaper, i.program, spec, i.launcher.Log)

@@ -1,18 +1,18 @@
 package isolate
 
-// Background runs of isolated sessions, and what follows from them: when a session is idle, and
-// what is left of one whose processes have ended.
+// Background runs of isolated sessions, and their consequences: when a session is idle, and
+// what is kept of a session whose processes have ended.
 //
 // The server of a session starts the runs and reports them (reports.go). The daemon keeps
-// their output, as that of commands, and answers for them.
+// their output, like that of commands, and answers requests about them.
 //
 // Invariants
-//   - A session is idle when no request to it is under way and no run of it was reported that
-//     has not ended. It does not matter whether and how fast its server answers.
-//   - Only its client can remove a session that is not idle; one that has died stays, with
-//     its runs, until its client removes it or its time is over.
+//   - A session is idle when no request to it is in progress and each reported run has ended.
+//     It does not matter whether and how fast its server answers.
+//   - Only its client can remove a session that is not idle. One whose processes have ended stays,
+//     with its runs, until its client removes it or its time is over.
 //   - Runs and their output are bounded: a session in its runs, all sessions together in bytes
-//     and files; sessions that have died also in time, and they make room for new ones.
+//     and files. Sessions whose processes have ended also in time, and they make room for new ones.
 //   - The daemon knows a run before its client gets the answer.
 
 import (
@@ -52,7 +52,7 @@ func newKept() kept {
 	return kept{outputs: outputs, rest: process.NewLeftovers(), files: fileLimit, age: deadAge}
 }
 
-// backgroundRun is a run in the background. It is finished when its session has ended, too.
+// backgroundRun is a run in the background. It has also finished when its session has ended.
 type backgroundRun struct {
 	id      string
 	started time.Time
@@ -92,7 +92,7 @@ func (i *Isolation) follow(followed *session) {
 	close(followed.told)
 }
 
-// take notes a report. Without an error the pipe is taken, too.
+// take records a report. Without an error it also takes the pipe.
 func (i *Isolation) take(from *session, report runReport, pipe *os.File) error {
 	i.mutex.Lock()
 	known, count := from.runs[report.run], len(from.runs)
@@ -126,8 +126,8 @@ func (i *Isolation) begun(in *session, report runReport, pipe *os.File) {
 	i.note(in, true)
 }
 
-// newLogFile is beside what sessions write, if that is possible. Logs of sessions have one limit
-// everywhere, so a file in memory counts for no more than another.
+// newLogFile creates the file beside what sessions write, if that is possible. Logs of sessions have one limit
+// for all places, so a file in memory counts like any other.
 func (i *Isolation) newLogFile() (*os.File, int64, error) {
 	file, err := stream.NamelessFile(i.root)
 	if err != nil {
@@ -136,14 +136,14 @@ func (i *Isolation) newLogFile() (*os.File, int64, error) {
 	return file, 1, err
 }
 
-// finish ends a run once and for all.
+// finish ends a run. Later calls do nothing.
 func (b *backgroundRun) finish(at time.Time, result process.Outcome) {
 	b.mutex.Lock()
 	defer b.mutex.Unlock()
 	b.finished, b.result = at, result
 }
 
-// died notes the end of a session's processes: nothing runs in it any more.
+// died records the end of a session's processes: no run is left in it.
 func (i *Isolation) died(ended *session) {
 	var cut []*backgroundRun
 	i.mutex.Lock()
@@ -171,8 +171,8 @@ func (i *Isolation) died(ended *session) {
 	i.dropLogs()
 }
 
-// dropLogs gives up logs of ended runs whose files are too many: those of sessions that have
-// died first, the oldest of them first; mutex held.
+// dropLogs drops logs of ended runs if there are too many files: first those of sessions whose processes
+// have ended, the oldest first. The mutex is held.
 func (i *Isolation) dropLogs() {
 	var ended []*backgroundRun
 	dead := map[*backgroundRun]bool{}
@@ -208,7 +208,7 @@ func (i *Isolation) dropLogs() {
 	}
 }
 
-// await waits until a run was reported; false where that cannot be any more.
+// await waits until a run was reported; false if that is not possible any more.
 func (i *Isolation) await(r *http.Request, in *session, id string) bool {
 	for {
 		i.mutex.Lock()
@@ -227,7 +227,7 @@ func (i *Isolation) await(r *http.Request, in *session, id string) bool {
 	}
 }
 
-// awaitReported holds the answer to a run back until the daemon knows the run that it names.
+// awaitReported delays the answer to a run until the daemon knows the run that it names.
 func (i *Isolation) awaitReported(in *session, response *http.Response) error {
 	id := response.Header.Get(runHeader)
 	response.Header.Del(runHeader)
@@ -240,7 +240,7 @@ func (i *Isolation) awaitReported(in *session, response *http.Response) error {
 // held reports whether a session has an active request or run; mutex held.
 func (s *session) held() bool { return s.active > 0 || s.running > 0 }
 
-// deadline is when a session that nothing holds is removed, zero for never; mutex held.
+// deadline returns when a session without a request or run is removed, zero for never. The mutex is held.
 func (i *Isolation) deadline(of *session) (at time.Time) {
 	if limit := of.idleLimit(); limit > 0 {
 		at = of.used.Add(limit)
@@ -254,7 +254,7 @@ func (i *Isolation) deadline(of *session) (at time.Time) {
 	return at
 }
 
-// rest restarts the idle timer of a session; mutex held.
+// rest restarts the idle timer of a session. The mutex is held.
 func (i *Isolation) rest(resting *session) {
 	if resting.timer != nil {
 		resting.timer.Stop()
@@ -267,7 +267,7 @@ func (i *Isolation) rest(resting *session) {
 	resting.timer = time.AfterFunc(time.Until(at), func() { i.expire(resting) })
 }
 
-// expire removes a session whose time is over, unless it was used meanwhile.
+// expire removes a session whose time is over, unless it was used in the meantime.
 func (i *Isolation) expire(expired *session) {
 	i.mutex.Lock()
 	at := i.deadline(expired)
@@ -281,7 +281,7 @@ func (i *Isolation) expire(expired *session) {
 	}
 }
 
-// use finds a session for a request, a run or another one; each use needs a release.
+// use finds a session for a request or a run. Each use needs a release.
 func (i *Isolation) use(id string, run bool) (*session, error) {
 	i.mutex.Lock()
 	defer i.mutex.Unlock()
@@ -301,7 +301,7 @@ func (i *Isolation) release(released *session, run bool) {
 	i.note(released, run)
 }
 
-// note notes the begin or the end of a request or of a run in the background; mutex held.
+// note records the begin or the end of a request or of a run in the background. The mutex is held.
 func (i *Isolation) note(noted *session, run bool) {
 	noted.used = time.Now()
 	if run {
@@ -310,7 +310,7 @@ func (i *Isolation) note(noted *session, run bool) {
 	i.rest(noted)
 }
 
-// makeRoom removes the session that has been dead for longest; false where all are alive.
+// makeRoom removes the session whose processes ended first; false if all have processes.
 func (i *Isolation) makeRoom() bool {
 	i.mutex.Lock()
 	var oldest *session
@@ -335,7 +335,7 @@ type runStatus struct {
 	OutputDropped int64 `json:"output_dropped,omitempty"` // bytes
 }
 
-// serveRun answers for a run, whether its session lives or has died.
+// serveRun answers about a run, also after its session has ended.
 func (i *Isolation) serveRun(w http.ResponseWriter, r *http.Request, of *session, parts []string) {
 	if of.dead() { // what its server reported before is still on its way
 		select {

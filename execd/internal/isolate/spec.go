@@ -1,13 +1,13 @@
 package isolate
 
-// What an isolated session is to be: its request, checked and resolved.
+// The specification of an isolated session: its request, checked and resolved.
 //
 // Invariants
-//   - Every path is absolute, clean and free of links where it names a place to mount
-//     at; places of the system and of this daemon cannot be mounted over.
-//   - The source of a bind, and what is writable besides, is inside an allowed directory after
+//   - Every path is absolute, clean and free of links where it names a place of a mount. Places of the system
+//     and of this daemon cannot be mounted over.
+//   - The source of a bind, and each additional writable path, is inside an allowed directory after
 //     its links were resolved.
-//   - Nothing is made here; view.go makes the view.
+//   - Nothing is created here. view.go creates the view.
 
 import (
 	"cmp"
@@ -34,7 +34,7 @@ const (
 	scanLimit   = 1 << 20 // entries looked at to measure
 )
 
-// bindSources are where the source of a bind, and what is writable besides, may lie.
+// bindSources are the allowed places of the source of a bind, and of additional writable paths.
 var bindSources = []string{"/workspace", "/mnt", "/media", "/data"}
 
 // systemPlaces cannot be mounted over.
@@ -79,10 +79,10 @@ const (
 	viewReadOnly = "ro"
 )
 
-// viewMount puts Source, or a copy-on-write view of it, at Target.
+// viewMount mounts Source, or a copy-on-write view of it, at Target.
 type viewMount struct{ Kind, Source, Target string }
 
-// viewPlan is what view.go makes.
+// viewPlan is the view that view.go creates.
 type viewPlan struct {
 	ID         string
 	Root       string // of all sessions; not visible in the view
@@ -101,7 +101,7 @@ func notSupported(message string) *httpx.Problem {
 	return httpx.NewProblem(http.StatusServiceUnavailable, "NOT_SUPPORTED", message)
 }
 
-// plan checks a request; its scratch directory is named later.
+// plan checks a request. Its scratch directory is named later.
 func (r *request) plan(root string) (*viewPlan, error) {
 	if r.Workspace != nil {
 		r.Overlays = append([]overlay{*r.Workspace}, r.Overlays...)
@@ -218,7 +218,7 @@ func (b *bind) mount() (viewMount, error) {
 	return viewMount{kind, source, target}, mountPlace(target, false)
 }
 
-// allowedSource checks a path without links that a session is to have besides its overlays.
+// allowedSource checks a path without links that a session gets in addition to its overlays.
 func allowedSource(path string) error {
 	if slices.ContainsFunc(bindSources, func(allowed string) bool { return within(path, allowed) }) {
 		return nil
@@ -238,7 +238,7 @@ func absolute(path string) error {
 	return nil
 }
 
-// mountPlace checks where something is to be mounted.
+// mountPlace checks the place of a mount.
 func mountPlace(path string, directory bool) error {
 	if err := absolute(path); err != nil {
 		return err
@@ -261,7 +261,7 @@ func mountPlace(path string, directory bool) error {
 	return nil
 }
 
-// identity resolves the user, group and further groups of the session.
+// identity resolves the user, the group and the other groups of the session.
 func (r *request) identity(plan *viewPlan, launcher *process.Launcher) error {
 	plan.UID, plan.GID = uint32(os.Geteuid()), uint32(os.Getegid())
 	if r.UID == nil && r.GID == nil {
@@ -285,7 +285,7 @@ func (r *request) identity(plan *viewPlan, launcher *process.Launcher) error {
 	return nil
 }
 
-// environment selects the variables a session gets.
+// environment selects the variables of a session.
 func (r *request) environment(given map[string]string) ([]string, error) {
 	delete(given, "EXECD_ENVS")
 	if r.Env != nil {
@@ -313,7 +313,7 @@ func (r *request) namespaces() uintptr {
 
 var errTooMuchWritten = errors.New("isolated sessions have written too much; delete some")
 
-// measureUppers fails when sessions have written more than they may.
+// measureUppers fails if sessions have written more than their limit.
 func measureUppers(root string) error {
 	total, entries := int64(0), 0
 	err := filepath.WalkDir(root, func(_ string, entry os.DirEntry, err error) error {

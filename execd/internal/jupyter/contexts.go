@@ -86,7 +86,7 @@ type kernelContext struct {
 	seeds   int      // of CodeContexts, when this kernel was reseeded; it may be older than its context
 }
 
-// standardContext is a default context, or the making of it.
+// standardContext is a default context, or its creation.
 type standardContext struct {
 	waiting int                // requests; guarded by CodeContexts, as got and made are
 	got     bool               // a request got the context
@@ -96,7 +96,7 @@ type standardContext struct {
 	err     error
 }
 
-// New makes no context yet. Code without a language is the shell's.
+// New creates no context yet. Code without a language is for the shell.
 func New(jupyter *Jupyter, launcher *process.Launcher, shell shellRunner) *Contexts {
 	return &Contexts{
 		jupyter: jupyter, launcher: launcher, shell: shell, byID: map[string]*kernelContext{}, standard: map[string]*standardContext{},
@@ -111,7 +111,7 @@ func noContext(id string) *httpx.Problem {
 	return httpx.NewProblem(http.StatusNotFound, httpx.CodeContextNotFound, "context "+id+" not found")
 }
 
-// Routes are those of the contract that are answered here.
+// Routes are the routes of the contract that this package serves.
 func (c *Contexts) Routes() []httpx.Route {
 	return []httpx.Route{
 		{Method: "POST", Path: "/code", Handler: httpx.Always(c.run)},
@@ -132,7 +132,7 @@ func (c *Contexts) create(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteJSON(w, http.StatusOK, made)
 }
 
-// createFrom makes the context that the body of a request describes.
+// createFrom creates the context that the body of a request describes.
 func (c *Contexts) createFrom(w http.ResponseWriter, r *http.Request) (*kernelContext, error) {
 	var request struct {
 		Language *string `json:"language"`
@@ -157,7 +157,7 @@ func (c *Contexts) createFrom(w http.ResponseWriter, r *http.Request) (*kernelCo
 	return c.begin(r.Context(), *request.Language, directory, nil)
 }
 
-// begin starts a kernel and takes its context up, for a default context or for none (nil).
+// begin starts a kernel and adds its context to the table, for a default context or for none (nil).
 func (c *Contexts) begin(ctx context.Context, language, directory string, standard *standardContext) (*kernelContext, error) {
 	c.mutex.Lock()
 	if len(c.byID)+c.pending >= contextLimit {
@@ -180,7 +180,7 @@ func (c *Contexts) begin(ctx context.Context, language, directory string, standa
 	return made, nil
 }
 
-// take takes a new context up, if it is still wanted.
+// take adds a new context to the table, if it is still wanted.
 func (c *Contexts) take(ctx context.Context, made *kernelContext, standard *standardContext) bool {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
@@ -196,14 +196,14 @@ func (c *Contexts) take(ctx context.Context, made *kernelContext, standard *stan
 	return true
 }
 
-// release gives the place of a context back that is neither made nor ended any more.
+// release returns the place of a context whose creation or end is over.
 func (c *Contexts) release() {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
 	c.pending--
 }
 
-// defaultOf returns the default context of a language; many callers wait for one making.
+// defaultOf returns the default context of a language. Many callers wait for one creation.
 func (c *Contexts) defaultOf(ctx context.Context, language string) (*kernelContext, error) {
 	c.mutex.Lock()
 	item := c.standard[language]
@@ -237,7 +237,7 @@ func (c *Contexts) makeDefault(ctx context.Context, language string, item *stand
 	}
 }
 
-// waitNoMore gives a default context up if no request waits for it and none got it.
+// waitNoMore drops a default context if no request waits for it and none got it.
 func (c *Contexts) waitNoMore(language string, item *standardContext, got bool) {
 	c.mutex.Lock()
 	item.waiting--
@@ -256,7 +256,7 @@ func (c *Contexts) waitNoMore(language string, item *standardContext, got bool) 
 	}
 }
 
-// forget takes a default context out of the table; mutex held.
+// forget removes a default context from the table. The mutex is held.
 func (c *Contexts) forget(language string, item *standardContext) {
 	if c.standard[language] == item {
 		delete(c.standard, language)
@@ -330,7 +330,7 @@ func (c *Contexts) deleteAll(w http.ResponseWriter, r *http.Request) {
 	httpx.WriteEmpty(w)
 }
 
-// drop forgets a context, ends what runs in it and its kernel.
+// drop removes a context, and ends its run and its kernel.
 func (c *Contexts) drop(dropped *kernelContext) {
 	ctx, cancel := context.WithTimeout(context.Background(), contextEnding)
 	defer cancel()
@@ -339,7 +339,7 @@ func (c *Contexts) drop(dropped *kernelContext) {
 	}
 }
 
-// end is drop with a limit and a result; a context that another one drops is not waited for.
+// end is drop with a limit and a result. It does not wait for a context that another caller drops.
 func (c *Contexts) end(ctx context.Context, dropped *kernelContext) error {
 	c.mutex.Lock()
 	if c.byID[dropped.ID] != dropped {
@@ -360,7 +360,7 @@ func (c *Contexts) end(ctx context.Context, dropped *kernelContext) error {
 	return c.jupyter.end(ctx, dropped.session.ID)
 }
 
-// StopAll ends what runs in contexts, and gives up what is being made for later requests.
+// StopAll ends the runs in contexts, and cancels creations that later requests would use.
 func (c *Contexts) StopAll() {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
@@ -377,7 +377,7 @@ func (c *Contexts) StopAll() {
 	}
 }
 
-// EndAll ends every context, and then every kernel there is. Requests that make contexts, or
+// EndAll ends every context, and then every kernel of the server. Requests that create contexts, or
 // run code in them, have ended before.
 func (c *Contexts) EndAll(ctx context.Context) error {
 	c.StopAll()
@@ -416,7 +416,7 @@ type codeRequest struct {
 	} `json:"context"`
 }
 
-// where returns the context id and the language of a request; both may be empty.
+// where returns the context id and the language of a request. Both can be empty.
 func (r *codeRequest) where() (id, language string) {
 	if r.Context != nil && r.Context.ID != nil {
 		id = *r.Context.ID
@@ -471,7 +471,7 @@ func (c *Contexts) choose(r *http.Request, id, language string) (*kernelContext,
 	return nil, httpx.ContextNotFound(id)
 }
 
-// enter refuses a context in which something runs; clients look for these words.
+// enter refuses a context that has a run. Clients search for these words.
 func (c *Contexts) enter(used *kernelContext, run *codeRun) error {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
@@ -491,7 +491,7 @@ func (c *Contexts) leave(used *kernelContext) {
 	used.running = nil
 }
 
-// serve runs code to its end, also when the client leaves: the next run needs its state.
+// serve runs code to its end, also when the client disconnects, because the next run needs its state.
 func (c *Contexts) serve(ctx context.Context, w http.ResponseWriter, used *kernelContext, run *codeRun, code string) {
 	events := stream.New(w)
 	events.Begin(used.ID)
@@ -526,8 +526,8 @@ func (c *Contexts) serve(ctx context.Context, w http.ResponseWriter, used *kerne
 	}
 }
 
-// Reseed makes the kernels forget their random state: the idle ones now, and each other
-// one before its next run. One in which that fails ends.
+// Reseed replaces the random state of the kernels: of the idle ones now, of each other one
+// before its next run. A kernel in which that fails is ended.
 func (c *Contexts) Reseed() {
 	c.mutex.Lock()
 	c.seeds++

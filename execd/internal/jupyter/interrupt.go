@@ -1,13 +1,12 @@
 package jupyter
 
-// Interrupting a run of code.
+// The interruption of a run of code.
 //
 // Invariants
-//   - An interrupt concerns the run that was there when it was asked for, and no other one.
-//   - It is delivered while the kernel executes that run only. A kernel that is still
-//     starting dies of SIGINT: it has no handler yet. An idle one loses it, or applies it
-//     to the next run.
-//   - A run that the kernel was not sent is given up here, and the kernel is left alone.
+//   - An interrupt affects the run that existed when it was requested, and no other one.
+//   - It is delivered only while the kernel executes that run. SIGINT ends a kernel that is still
+//     starting, because it has no handler yet. An idle one loses the interrupt, or applies it to the next run.
+//   - A run that was not sent to the kernel is cancelled here, and the kernel is not affected.
 //   - A kernel that does not end an interrupted run in time is ended, and its context with it.
 
 import (
@@ -52,7 +51,7 @@ func (e *event) happened() bool {
 	}
 }
 
-// codeRun is what happens in a context at a time: a run of code, or reseeding.
+// codeRun is the present activity of a context: a run of code, or reseeding.
 type codeRun struct {
 	stop       func() // ends it at once
 	asked      *event // an interrupt is wanted
@@ -65,16 +64,16 @@ func newCodeRun(stop func()) *codeRun {
 	return &codeRun{stop: stop, asked: newEvent(), begun: newEvent(), over: newEvent(), unanswered: newEvent()}
 }
 
-// idleWithoutReply gives the reply of an interrupted run a moment more: an interrupt that
-// strikes a kernel of ipykernel just before the code, or just after it, costs the reply.
+// idleWithoutReply waits a moment longer for the reply of an interrupted run. An interrupt that
+// reaches a kernel of ipykernel just before the code, or just after it, prevents the reply.
 func (r *codeRun) idleWithoutReply() {
 	if r.asked.happened() {
 		time.AfterFunc(replyGrace, r.unanswered.happen)
 	}
 }
 
-// Interrupt ends what runs in a context; false if there is no such context. It does not
-// wait for the run to end.
+// Interrupt ends the run of a context; false if there is no such context. It does not
+// wait for the end of the run.
 func (c *Contexts) Interrupt(w http.ResponseWriter, r *http.Request) bool {
 	found := c.find(r.URL.Query().Get("id"))
 	if found == nil {
@@ -90,8 +89,8 @@ func (c *Contexts) Interrupt(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// attend delivers the interrupt of a run, if one is asked for. It returns after the run is
-// over, and after the last call that delivers: the next run does not get this interrupt.
+// attend delivers the interrupt of a run, if one is requested. It returns after the end of the run
+// and after the last call that delivers, so that the next run does not get this interrupt.
 func (c *Contexts) attend(used *kernelContext, run *codeRun) {
 	select {
 	case <-run.over.done:

@@ -1,11 +1,11 @@
 package process
 
-// What everything that starts programs for clients has in common: the environment, accounts,
-// the directory where relative paths begin, and the number of programs that may run at a time.
+// The common parts of everything that starts programs for clients: the environment, accounts,
+// the base of relative paths, and the limit of concurrent programs.
 //
 // Invariants
 //   - A program runs as the account that a request names, or as the daemon; never as another one.
-//   - Running programs of clients are bounded in number, whatever they were started for.
+//   - The number of running programs of clients is bounded, for all purposes together.
 
 import (
 	"errors"
@@ -41,7 +41,7 @@ type Launcher struct {
 	Log       *log.Logger
 }
 
-// Slots bounds the number of programs of clients that run at a time.
+// Slots bounds the number of concurrent programs of clients.
 type Slots struct {
 	mutex   sync.Mutex
 	running int
@@ -62,21 +62,21 @@ func (s *Slots) Reserve() bool {
 	return true
 }
 
-// Release gives a place back.
+// Release returns a place.
 func (s *Slots) Release() {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	s.running--
 }
 
-// InUse is the number of places that are taken.
+// InUse returns the number of places that are taken.
 func (s *Slots) InUse() int {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	return s.running
 }
 
-// Identity is the credential for the uid and gid of a request; nil where nothing needs to change.
+// Identity returns the credential for the uid and gid of a request; nil if no change is needed.
 func (l *Launcher) Identity(uid, gid *int64) (*syscall.Credential, error) {
 	if uid == nil {
 		if gid != nil {
@@ -102,7 +102,7 @@ func (l *Launcher) Identity(uid, gid *int64) (*syscall.Credential, error) {
 	return credential, nil
 }
 
-// expandPath expands with the program's environment; the result may be relative.
+// expandPath expands a path with the program's environment. The result can be relative.
 func (l *Launcher) expandPath(text string, env map[string]string) (string, error) {
 	missing, prefix, rest := false, "", text
 	if after, ok := strings.CutPrefix(text, "~"); ok && (after == "" || after[0] == '/') {
@@ -124,8 +124,7 @@ func (l *Launcher) expandPath(text string, env map[string]string) (string, error
 	return path, nil
 }
 
-// expandDirectory is expandPath for a directory that need not exist; one that is
-// relative begins at base.
+// expandDirectory is expandPath for a directory that need not exist. A relative one starts at base.
 func (l *Launcher) expandDirectory(text string, env map[string]string, base string) (string, error) {
 	path, err := l.expandPath(text, env)
 	if err != nil {
@@ -137,7 +136,7 @@ func (l *Launcher) expandDirectory(text string, env map[string]string, base stri
 	return filepath.Join(base, path), nil
 }
 
-// NewDirectory is expandDirectory for the directory that a session or the like begins in; it is made.
+// NewDirectory is expandDirectory for the initial directory of a session. It creates the directory.
 func (l *Launcher) NewDirectory(text string) (string, error) {
 	path, err := l.expandDirectory(text, l.Env.ForCommand(nil), l.Directory)
 	if err != nil {
@@ -149,7 +148,7 @@ func (l *Launcher) NewDirectory(text string) (string, error) {
 	return path, nil
 }
 
-// WorkingDirectory is expandDirectory for one that must exist.
+// WorkingDirectory is expandDirectory for a directory that must exist.
 func (l *Launcher) WorkingDirectory(text string, env map[string]string, base string) (string, error) {
 	path, err := l.expandDirectory(text, env, base)
 	if err != nil {
@@ -161,7 +160,7 @@ func (l *Launcher) WorkingDirectory(text string, env map[string]string, base str
 	return path, nil
 }
 
-// CheckDirectory returns why a program cannot start in a directory.
+// CheckDirectory returns the reason why a program cannot start in a directory.
 func CheckDirectory(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -173,5 +172,5 @@ func CheckDirectory(path string) error {
 	return nil
 }
 
-// home is the home directory of the daemon's user.
+// home returns the home directory of the daemon's user.
 func (l *Launcher) home() string { return l.Env.Home(l.Accounts) }

@@ -1,12 +1,12 @@
 package process
 
-// Outputs that are still open after their command has ended: what it left running holds them.
+// Outputs that are still open after their command has ended, because processes that it left behind hold them.
 //
 // Invariants
-//   - What a command left running is not ended by writing: its output is read, and kept or
-//     dropped, as long as there is room for its pipe.
-//   - The pipes are bounded; beyond that the one that was silent for longest is closed.
-//   - A silent pipe costs a descriptor and a goroutine without a buffer. One that is written
+//   - Such a process is not ended by a write: its output is read, and kept or dropped, as long as
+//     there is room for its pipe.
+//   - The number of pipes is bounded. Above it the pipe that was silent for longest is closed.
+//   - A silent pipe needs a descriptor and a goroutine without a buffer. A pipe that is written
 //     to without end is read slowly.
 
 import (
@@ -22,7 +22,7 @@ const (
 	leftoverBuffer = 32 << 10
 )
 
-// Leftovers reads what programs left open.
+// Leftovers reads the outputs that programs left open.
 type Leftovers struct {
 	Limit int
 	pause time.Duration
@@ -37,7 +37,7 @@ type leftover struct {
 	heard time.Time // guarded by the mutex of leftovers
 }
 
-// NewLeftovers has room for as many pipes as a daemon may keep.
+// NewLeftovers has room for the number of pipes that a daemon keeps.
 func NewLeftovers() *Leftovers {
 	return &Leftovers{
 		Limit: leftoverPipes, pause: leftoverPause, open: map[*leftover]struct{}{},
@@ -45,7 +45,7 @@ func NewLeftovers() *Leftovers {
 	}
 }
 
-// Keep reads a pipe to its end, and gives what comes to take. The pipe is its own from now on.
+// Keep reads a pipe to its end, and passes its output to take. Keep owns the pipe from then on.
 func (l *Leftovers) Keep(pipe *os.File, take func(data []byte)) {
 	kept := &leftover{pipe: pipe, heard: time.Now()}
 	_ = pipe.SetReadDeadline(time.Time{})
@@ -55,7 +55,7 @@ func (l *Leftovers) Keep(pipe *os.File, take func(data []byte)) {
 	go l.read(kept, take)
 }
 
-// add returns the one that makes room, nil if none needs to.
+// add returns the pipe that must make room, nil if none must.
 func (l *Leftovers) add(added *leftover) (silent *leftover) {
 	l.mutex.Lock()
 	defer l.mutex.Unlock()
@@ -71,7 +71,7 @@ func (l *Leftovers) add(added *leftover) (silent *leftover) {
 	return silent
 }
 
-// Count is the number of pipes that are open.
+// Count returns the number of open pipes.
 func (l *Leftovers) Count() int {
 	l.mutex.Lock()
 	defer l.mutex.Unlock()
@@ -106,7 +106,7 @@ func (l *Leftovers) read(from *leftover, take func(data []byte)) {
 	}
 }
 
-// readOnce reads what is there; ready is false if that is nothing yet.
+// readOnce reads the available bytes; ready is false if there are none yet.
 func (l *Leftovers) readOnce(fd int, take func(data []byte)) (open, ready bool) {
 	buffer := l.buffers.Get().(*[leftoverBuffer]byte)
 	defer l.buffers.Put(buffer)

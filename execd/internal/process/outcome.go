@@ -1,13 +1,13 @@
 package process
 
-// What the end of a process means.
+// The meaning of the end of a process.
 
 import (
 	"strconv"
 	"syscall"
 )
 
-// OutcomeOf says what a status means for a client.
+// OutcomeOf translates a status for a client.
 func OutcomeOf(status syscall.WaitStatus) Outcome {
 	result := Outcome{ExitCode: status.ExitStatus()}
 	switch {

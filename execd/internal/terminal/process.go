@@ -87,8 +87,8 @@ func (t *terminal) add(kind byte, data []byte) {
 	t.changed.Broadcast()
 }
 
-// begin starts the shell if it does not run; a shell without a command of its own
-// is started again after its exit, behind the old output.
+// begin starts the shell if it does not run. A shell without a command of its own
+// is started again after its exit, and its output follows the earlier output.
 func (t *terminal) begin(pipes bool) error {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -108,7 +108,7 @@ func (t *terminal) begin(pipes bool) error {
 	return nil
 }
 
-// start forks the shell; mutex held.
+// start forks the shell. The mutex is held.
 func (t *terminal) start() error {
 	env := t.launcher.Env.ForCommand(nil)
 	env["TERM"] = "xterm-256color"
@@ -123,7 +123,7 @@ func (t *terminal) start() error {
 	return t.startTerminal(spec)
 }
 
-// shell is the program of a terminal and its arguments: bash, or sh in an image without it.
+// shell returns the program of a terminal and its arguments: bash, or sh in an image without it.
 func (t *terminal) shell() (path string, argv []string, err error) {
 	search, _ := t.launcher.Env.Lookup("PATH")
 	argv = []string{"bash", "--norc", "--noprofile"}
@@ -185,7 +185,7 @@ func (t *terminal) startPipes(spec process.Spec) error {
 	return nil
 }
 
-// follow takes the output until the process is gone, and a short tail of it.
+// follow reads the output until the process has ended, and for a short time after it.
 func (t *terminal) follow(child *process.Process, input *os.File, outputs map[byte]*os.File) {
 	var pumps sync.WaitGroup
 	for kind, file := range outputs {
@@ -219,7 +219,7 @@ func (t *terminal) follow(child *process.Process, input *os.File, outputs map[by
 	}
 }
 
-// write gives input to the shell; one that does not read it for long is an error.
+// write passes input to the shell. A shell that does not read it for long is an error.
 func (t *terminal) write(data []byte) error {
 	t.mutex.Lock()
 	input := t.input
@@ -240,7 +240,7 @@ func (t *terminal) resize(columns, rows uint16) {
 	}
 }
 
-// signal reaches what runs in the foreground, and the shell itself where that is
+// signal reaches the processes in the foreground, and the shell itself if that is
 // not enough to end it.
 func (t *terminal) signal(sig syscall.Signal) {
 	t.mutex.Lock()

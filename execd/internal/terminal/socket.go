@@ -103,7 +103,7 @@ func (a *attachment) enter(takeover bool) error {
 	return nil
 }
 
-// leave gives up the place that enter gave; later calls do nothing.
+// leave returns the place that enter gave. Later calls do nothing.
 func (a *attachment) leave() {
 	t := a.terminal
 	t.mutex.Lock()
@@ -120,7 +120,7 @@ func (a *attachment) leave() {
 	}
 }
 
-// serve speaks with the client until either side ends it.
+// serve exchanges frames with the client until either side ends the connection.
 func (a *attachment) serve(parent context.Context, pipes bool) {
 	defer a.socket.CloseNow()
 	ctx, cancel := context.WithCancel(parent)
@@ -148,7 +148,7 @@ func (a *attachment) serve(parent context.Context, pipes bool) {
 	a.write(ctx)
 }
 
-// greet sends what was there before, and that the client is connected.
+// greet sends the earlier output, and the notice that the client is connected.
 func (a *attachment) greet(ctx context.Context) error {
 	t := a.terminal
 	t.mutex.Lock()
@@ -175,13 +175,13 @@ func (a *attachment) greet(ctx context.Context) error {
 	return a.send(ctx, map[string]any{"type": "connected", "session_id": t.id, "mode": mode, "role": role})
 }
 
-// replayHead is the beginning of a replay frame, with room for n bytes.
+// replayHead returns the beginning of a replay frame, with room for n bytes.
 func replayHead(offset int64, n int) []byte {
 	const size = 1 + 8
 	return binary.BigEndian.AppendUint64(append(make([]byte, 0, size+n), kindReplay), uint64(offset))
 }
 
-// write sends output as it comes, and how it ended.
+// write sends output when it arrives, and the result at its end.
 func (a *attachment) write(ctx context.Context) {
 	t := a.terminal
 	buffer := make([]byte, socketChunk)
@@ -256,7 +256,7 @@ var clientSignals = map[string]syscall.Signal{
 	"SIGQUIT": syscall.SIGQUIT, "SIGHUP": syscall.SIGHUP,
 }
 
-// read carries out what the client says.
+// read handles the client's frames.
 func (a *attachment) read(ctx context.Context) {
 	offences := 0
 	for {
