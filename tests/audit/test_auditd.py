@@ -322,7 +322,7 @@ async def test_a_log_changed_under_a_running_auditd_is_noticed(auditd: Auditd, a
     attack(auditd.files()[-1])
     await client.accept("dns", "allow", host="two.example")
     await auditd.stop()
-    assert len(auditd.said(host="two.example")) == 1 if len(auditd.files()) == 1 else True
+    assert 1 == sum(path.read_bytes().count(b'"two.example"') for path in auditd.files())
     assert any("auditd found the log changed" in text for text in auditd.verify().findings)
 
 
