@@ -416,9 +416,10 @@ def test_bombs_end_at_the_limit_of_processes_and_no_other_sandbox_notices(runtim
             time.sleep(0.1)
 
         assert {"process", "thread"} == refused
-        host = {"runc": 128, "runsc": 128 + 1024}[runtime]  # gVisor's own threads count on the host, too
+        # The host counts gVisor's own threads, too. gVisor ends idle ones, so their number says nothing of the bombs.
+        least, host = {"runc": (64, 128), "runsc": (1, 128 + 1024)}[runtime]
         assert host == int(group.read_text())
-        assert 64 < int((group.parent / "pids.current").read_text()) <= host
+        assert least <= int((group.parent / "pids.current").read_text()) <= host
         with httpx.Client(headers=endpoint.headers, timeout=60) as client:
             assert {200} == {client.get(f"http://{endpoint.endpoint}/ping").status_code for _ in range(20)}
         with ended(stack.create(runtime)) as neighbour:
