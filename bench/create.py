@@ -22,7 +22,7 @@ from typing import Any
 import docker
 
 from bench.figures import Figure, Goal
-from bench.ground import BenchError, Ground, wait_until
+from bench.fixture import BenchError, Fixture, wait_until
 from runtimes.engine import seccomp
 from runtimes.engine.profile import RUNSC
 from testbed.stack import IMAGE
@@ -35,37 +35,37 @@ _REST_SECONDS = 1.5
 _PARTS = ("slot", "gateway", "create", "start", "launch")
 
 
-def measure(ground: Ground, rounds: int) -> list[Figure]:
+def measure(fixture: Fixture, rounds: int) -> list[Figure]:
     """Measure both runtimes, Sallyport and the peer in turn."""
-    api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
+    api = docker.APIClient(base_url=f"unix://{fixture.stack.run / 'docker.sock'}", version="auto")
     try:
-        add_plain_runsc(ground, api)
+        add_plain_runsc(fixture, api)
         figures: list[Figure] = []
         for runtime in PLAIN:
-            figures += _runtime(ground, api, runtime, rounds)
+            figures += _runtime(fixture, api, runtime, rounds)
         return figures
     finally:
         api.close()
 
 
-def _runtime(ground: Ground, api: Any, runtime: str, rounds: int) -> list[Figure]:
-    docker_socket = str(ground.stack.run / "docker.sock")
+def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figure]:
+    docker_socket = str(fixture.stack.run / "docker.sock")
     _plain(api, docker_socket, PLAIN[runtime])  # the first call reads files that are in memory for the later ones
-    _sallyport(ground, runtime)
+    _sallyport(fixture, runtime)
     plain, whole, ready, command, names, ours, callers = [], [], [], [], [], [], []
     for _ in range(rounds):
         time.sleep(_REST_SECONDS)
         alone, its_caller = _plain(api, docker_socket, PLAIN[runtime])
         plain.append(alone)
         time.sleep(_REST_SECONDS)
-        name, to_ready, to_result, caller = _sallyport(ground, runtime)
+        name, to_ready, to_result, caller = _sallyport(fixture, runtime)
         names.append(name)
         callers.append(caller)
         ours.append((to_result - caller) - (alone - its_caller))
         ready.append(to_ready)
         command.append(to_result - to_ready)
         whole.append(to_result)
-    timings = dict(_LAUNCHED.findall(ground.stack.log.read_text()))
+    timings = dict(_LAUNCHED.findall(fixture.stack.log.read_text()))
     parts = {part: [json.loads(timings[name])[f"{part}_ms"] for name in names] for part in _PARTS}
     peer = f"create {runtime}: Docker alone"
     outside = [one - launch for one, launch in zip(ready, parts["launch"], strict=True)]
@@ -83,7 +83,7 @@ def _runtime(ground: Ground, api: Any, runtime: str, rounds: int) -> list[Figure
     ]
 
 
-def _sallyport(ground: Ground, runtime: str) -> tuple[str, float, float, float]:
+def _sallyport(fixture: Fixture, runtime: str) -> tuple[str, float, float, float]:
     """Measure one sandbox.
 
     Returns:
@@ -91,7 +91,7 @@ def _sallyport(ground: Ground, runtime: str) -> tuple[str, float, float, float]:
         cpu.
     """
     began, spent = time.perf_counter(), time.process_time()
-    sandbox = ground.create(runtime)
+    sandbox = fixture.create(runtime)
     ready = time.perf_counter()
     try:
         sandbox.commands.run("true")
@@ -145,11 +145,11 @@ def _attached(docker_socket: str, container: str) -> Iterator[socket.socket]:
         yield sock
 
 
-def add_plain_runsc(ground: Ground, api: Any) -> None:
+def add_plain_runsc(fixture: Fixture, api: Any) -> None:
     """Add runsc without the shim to the runtimes of the benchmark's own dockerd."""
-    path = ground.stack.run / "config" / "daemon.json"
+    path = fixture.stack.run / "config" / "daemon.json"
     known = json.loads(path.read_text())
     known["runtimes"][PLAIN["runsc"]] = {"path": os.environ["SALLYPORT_RUNSC"], "runtimeArgs": list(RUNSC.flags)}
     path.write_text(json.dumps(known))
-    os.kill(int((ground.stack.run / "docker.pid").read_text()), signal.SIGHUP)
+    os.kill(int((fixture.stack.run / "docker.pid").read_text()), signal.SIGHUP)
     wait_until(lambda: PLAIN["runsc"] in api.info()["Runtimes"], "dockerd learns of another runtime")

@@ -28,7 +28,7 @@ import docker
 from bench.canned import canned
 from bench.create import PLAIN, add_plain_runsc
 from bench.figures import Figure, Goal
-from bench.ground import BenchError, Ground
+from bench.fixture import BenchError, Fixture
 from runtimes.engine.docker import CAPABILITIES
 from runtimes.engine.profile import RUNSC
 from testbed.stack import IMAGE
@@ -54,21 +54,21 @@ _PORT = 24790
 """Below the ephemeral range, in which a client could connect to itself."""
 
 
-def measure(ground: Ground, rounds: int) -> list[Figure]:
+def measure(fixture: Fixture, rounds: int) -> list[Figure]:
     """Measure both runtimes."""
-    api = docker.APIClient(base_url=f"unix://{ground.stack.run / 'docker.sock'}", version="auto")
+    api = docker.APIClient(base_url=f"unix://{fixture.stack.run / 'docker.sock'}", version="auto")
     try:
-        add_plain_runsc(ground, api)
+        add_plain_runsc(fixture, api)
     finally:
         api.close()
     with tempfile.TemporaryDirectory(prefix="sallyport-bench-execd-") as name:
         content = Path(name) / "content"
         content.write_bytes(secrets.token_bytes(TRANSFER_BYTES))
-        up, down = _docker_cp(ground, content)
+        up, down = _docker_cp(fixture, content)
         figures = [Figure("execd: docker cp up", "ms", up), Figure("execd: docker cp down", "ms", down)]
         for runtime in PLAIN:
-            figures += _runtime(ground, runtime, rounds, content.read_bytes(), (up, down))
-            figures += _not_ours(ground, runtime, rounds)
+            figures += _runtime(fixture, runtime, rounds, content.read_bytes(), (up, down))
+            figures += _not_ours(fixture, runtime, rounds)
             starts = [_start(runtime, Path(name)) for _ in range(rounds)]
             figures.append(
                 Figure(f"execd {runtime}: start to /ping", "ms", starts, None, Goal("median", START[runtime]))
@@ -77,13 +77,13 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
 
 
 def _runtime(
-    ground: Ground, runtime: str, rounds: int, content: bytes, cp: tuple[list[float], list[float]]
+    fixture: Fixture, runtime: str, rounds: int, content: bytes, cp: tuple[list[float], list[float]]
 ) -> list[Figure]:
-    with _sleeping(ground, PLAIN[runtime]) as plain:
-        sandbox = ground.create(runtime)
+    with _sleeping(fixture, PLAIN[runtime]) as plain:
+        sandbox = fixture.create(runtime)
         try:
             time.sleep(SETTLE_SECONDS)
-            container = ground.stack.container(str(sandbox.id))
+            container = fixture.stack.container(str(sandbox.id))
             idle = (_memory(container) - _memory(plain)) / (1 << 20)
             sandbox.commands.run("echo warm")
             echo = _echoes(sandbox, rounds)
@@ -110,13 +110,13 @@ def _runtime(
     ]
 
 
-def _not_ours(ground: Ground, runtime: str, rounds: int) -> list[Figure]:
+def _not_ours(fixture: Fixture, runtime: str, rounds: int) -> list[Figure]:
     """Return the figures of the parts of small calls that are not Sallyport's."""
-    sandbox = ground.create(runtime)
+    sandbox = fixture.create(runtime)
     try:
         printed = sandbox.commands.run(f"python3 -c '{_BASH.format(rounds=rounds)}'").logs.stdout
         bash = json.loads("".join(message.text for message in printed))
-        stack = ground.stack
+        stack = fixture.stack
         with canned(stack.api_key, stack.port, str(sandbox.id), lambda it: (_echoes(it, 1), _small_files(it))) as alone:
             echo, small = _echoes(alone, rounds), _small_files(alone)
     finally:
@@ -151,29 +151,29 @@ def _timed(call: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
-def _docker_cp(ground: Ground, content: Path) -> tuple[list[float], list[float]]:
+def _docker_cp(fixture: Fixture, content: Path) -> tuple[list[float], list[float]]:
     def copy(*names: str) -> None:
-        if (done := ground.stack.docker("cp", *names)).returncode != 0:
+        if (done := fixture.stack.docker("cp", *names)).returncode != 0:
             raise BenchError(f"docker cp: {done.stderr.strip()}")
 
-    with _sleeping(ground, "runc") as container:
+    with _sleeping(fixture, "runc") as container:
         up = [_timed(lambda: copy(str(content), f"{container}:/tmp/big")) for _ in range(TRANSFERS)]
         down = [_timed(lambda: copy(f"{container}:/tmp/big", f"{content}.back")) for _ in range(TRANSFERS)]
     return up, down
 
 
 @contextmanager
-def _sleeping(ground: Ground, runtime: str) -> Iterator[str]:
+def _sleeping(fixture: Fixture, runtime: str) -> Iterator[str]:
     """Yield the id of a Docker container that sleeps."""
     options = ("--network", "none", "--runtime", runtime, "--memory", "2g", "--pids-limit", "1024")
-    made = ground.stack.docker("run", "-d", *options, IMAGE, "sleep", "infinity")
+    made = fixture.stack.docker("run", "-d", *options, IMAGE, "sleep", "infinity")
     if made.returncode != 0:
         raise BenchError(f"docker run: {made.stderr.strip()}")
     container = made.stdout.strip()
     try:
         yield container
     finally:
-        ground.stack.docker("rm", "-f", container)
+        fixture.stack.docker("rm", "-f", container)
 
 
 def _memory(container: str) -> int:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from code_interpreter import CodeInterpreterSync
 
 from bench.figures import Figure, Goal
-from bench.ground import BenchError, Ground
+from bench.fixture import BenchError, Fixture
 from testbed.stack import CODE_ENTRYPOINT, CODE_IMAGE
 
 RUNTIMES = ("runc", "runsc")
@@ -19,7 +19,7 @@ _POLLING = timedelta(milliseconds=20)
 _CODE = "print(1)"
 
 
-def measure(ground: Ground, rounds: int) -> list[Figure]:
+def measure(fixture: Fixture, rounds: int) -> list[Figure]:
     """Run the first code of `rounds` sandboxes on each runtime, in turn.
 
     Raises:
@@ -28,7 +28,7 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
     samples: dict[str, list[tuple[float, float, float]]] = {runtime: [] for runtime in RUNTIMES}
     for _ in range(rounds):
         for runtime in RUNTIMES:
-            samples[runtime].append(_once(ground, runtime))
+            samples[runtime].append(_once(fixture, runtime))
     figures = []
     for runtime in RUNTIMES:
         ready, first, later = zip(*samples[runtime], strict=True)
@@ -40,9 +40,9 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
     return figures
 
 
-def _once(ground: Ground, runtime: str) -> tuple[float, float, float]:
+def _once(fixture: Fixture, runtime: str) -> tuple[float, float, float]:
     began = time.monotonic()
-    sandbox = ground.stack.create(runtime, image=CODE_IMAGE, policy=None, entrypoint=CODE_ENTRYPOINT)
+    sandbox = fixture.stack.create(runtime, image=CODE_IMAGE, policy=None, entrypoint=CODE_ENTRYPOINT)
     try:
         with CodeInterpreterSync.create(sandbox=sandbox, health_check_polling_interval=_POLLING) as interpreter:
             times = [time.monotonic()]

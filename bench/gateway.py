@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench import peers
 from bench.figures import Figure
-from bench.ground import PAGES, BenchError, Ground
+from bench.fixture import PAGES, BenchError, Fixture
 from bench.peers import INJECTED, INSPECTED, OTHER_CORE, PROXY_CORE, SPLICED
 from runtimes.net.plan import RESOLV_CONF
 from testbed.census import daemons
@@ -54,16 +54,16 @@ class Way:
     kind: str = "same"
 
 
-def measure(ground: Ground, rounds: int) -> list[Figure]:
+def measure(fixture: Fixture, rounds: int) -> list[Figure]:
     """Measure every path `rounds` times."""
     samples: dict[tuple[str, str], list[float]] = {}
-    sandbox = ground.stack.create("runc", policy="bench", resource={"cpu": "2", "memory": "2Gi"})
+    sandbox = fixture.stack.create("runc", policy="bench", resource={"cpu": "2", "memory": "2Gi"})
     try:
         with ExitStack() as stack:
-            stack.enter_context(peers.nginx(ground))
-            envoy = stack.enter_context(peers.envoy(ground))
-            mitmproxy = stack.enter_context(peers.mitmproxy(ground))
-            ways = list(_ways(ground, str(sandbox.id), envoy, mitmproxy))
+            stack.enter_context(peers.nginx(fixture))
+            envoy = stack.enter_context(peers.envoy(fixture))
+            mitmproxy = stack.enter_context(peers.mitmproxy(fixture))
+            ways = list(_ways(fixture, str(sandbox.id), envoy, mitmproxy))
             for way in ways:
                 _wrk(way, 1, 1)  # makes certificates, and shows that the path works
             for _ in range(rounds):
@@ -81,20 +81,20 @@ def _peer(name: str, samples: Mapping[tuple[str, str], list[float]]) -> str | No
     return peer if peer != name and any(peer == other for other, _ in samples) else None
 
 
-def _ways(ground: Ground, sandbox: str, envoy: int, mitmproxy: int) -> Iterator[Way]:
-    directory = ground.internet.directory
+def _ways(fixture: Fixture, sandbox: str, envoy: int, mitmproxy: int) -> Iterator[Way]:
+    directory = fixture.internet.directory
     resolver, hosts = directory / "resolv.conf", directory / "hosts"
     resolver.write_text(RESOLV_CONF)
     hosts.write_text("".join(f"{address} {host}\n" for host, address in PAGES.items()))
     peer_hosts = directory / "peer-hosts"
     peer_hosts.write_text(f"{UP_ADDRESS} {INJECTED}\n")
-    inside = _entering(ground.stack.netns(sandbox, "sbx"), resolver, "/etc/resolv.conf")
-    outside = _entering(ground.internet.path(ground.internet.control), hosts, "/etc/hosts")
-    to_peers = _entering(ground.internet.path(ground.internet.control), peer_hosts, "/etc/hosts")
+    inside = _entering(fixture.stack.netns(sandbox, "sbx"), resolver, "/etc/resolv.conf")
+    outside = _entering(fixture.internet.path(fixture.internet.control), hosts, "/etc/hosts")
+    to_peers = _entering(fixture.internet.path(fixture.internet.control), peer_hosts, "/etc/hosts")
 
     def ours() -> list[int]:
-        known = daemons(ground.stack)
-        return [ground.stack.worker_pid(sandbox), known["audit.auditd"], known["vault.vaultd"]]
+        known = daemons(fixture.stack)
+        return [fixture.stack.worker_pid(sandbox), known["audit.auditd"], known["vault.vaultd"]]
 
     for process in ours():
         for task in Path(f"/proc/{process}/task").iterdir():

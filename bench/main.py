@@ -14,11 +14,11 @@ from types import FrameType
 from bench import create, execd, first_code, gateway, policy_change
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
-from bench.ground import BenchError, Ground, ground
+from bench.fixture import BenchError, Fixture, fixture
 from testbed.internet import PREFIX, InternetError
 from testbed.stack import StackError
 
-BENCHES: dict[str, Callable[[Ground, int], list[Figure]]] = {
+BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "create": create.measure,
     "execd": execd.measure,
     "gateway": gateway.measure,
@@ -54,7 +54,7 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
         with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
             Path(name).chmod(0o711)
             names = options.names or list(BENCHES)
-            with ground(Path(name), prefix, code="code" in names) as made:
+            with fixture(Path(name), prefix, code="code" in names) as made:
                 for bench in names:
                     print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
                     figures += BENCHES[bench](made, options.rounds)

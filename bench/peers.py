@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.ground import PAGES, Ground, in_namespace, wait_until
+from bench.fixture import PAGES, Fixture, in_namespace, wait_until
 from testbed.internet import UP_ADDRESS, ip
 from testbed.pki import write_host_certificate
 from testbed.with_parent import with_parent
@@ -32,14 +32,14 @@ def pinned(core: int, *command: str) -> list[str]:
 
 
 @contextmanager
-def nginx(ground: Ground) -> Iterator[None]:
+def nginx(fixture: Fixture) -> Iterator[None]:
     """Run the server of all pages, on the core that it shares with the client."""
-    directory = ground.internet.directory / "nginx"
+    directory = fixture.internet.directory / "nginx"
     directory.mkdir()
     (directory / "bulk").touch()
     os.truncate(directory / "bulk", BULK_BYTES)
     with tempfile.TemporaryDirectory(prefix="sallyport-bench-", dir="/dev/shm") as bodies:
-        servers = "".join(_server(ground, directory, bodies, host, address) for host, address in PAGES.items())
+        servers = "".join(_server(fixture, directory, bodies, host, address) for host, address in PAGES.items())
         configuration = directory / "nginx.conf"
         configuration.write_text(
             f"""
@@ -56,14 +56,14 @@ http {{
         )
         log = f"{directory}/error.log"
         program = (os.environ["SALLYPORT_NGINX"], "-p", str(directory), "-e", log, "-c", str(configuration))
-        with _running(ground, in_namespace(ground.internet, ground.internet.net, *pinned(OTHER_CORE, *program))):
-            wait_until(lambda: all(_listens(ground, address, 443) for address in PAGES.values()), "nginx listens")
+        with _running(fixture, in_namespace(fixture.internet, fixture.internet.net, *pinned(OTHER_CORE, *program))):
+            wait_until(lambda: all(_listens(fixture, address, 443) for address in PAGES.values()), "nginx listens")
             yield
 
 
-def _server(ground: Ground, directory: Path, bodies: str, host: str, address: str) -> str:
-    certificate = write_host_certificate(ground.internet.authority, host, ground.internet.directory)
-    ip("-n", ground.internet.net, "addr", "add", f"{address}/32", "dev", "lo")
+def _server(fixture: Fixture, directory: Path, bodies: str, host: str, address: str) -> str:
+    certificate = write_host_certificate(fixture.internet.authority, host, fixture.internet.directory)
+    ip("-n", fixture.internet.net, "addr", "add", f"{address}/32", "dev", "lo")
     return f"""
   server {{
     listen {address}:443 ssl; server_name {host};
@@ -77,12 +77,12 @@ def _server(ground: Ground, directory: Path, bodies: str, host: str, address: st
 
 
 @contextmanager
-def envoy(ground: Ground) -> Iterator[int]:
+def envoy(fixture: Fixture) -> Iterator[int]:
     """Run Envoy in the namespace from which workers dial. Yield its process id."""
-    directory = ground.internet.directory
+    directory = fixture.internet.directory
     certificate = str(directory / f"{INJECTED}.pem")
     configuration = directory / "envoy.json"
-    configuration.write_text(json.dumps(_envoy(ground, certificate)))
+    configuration.write_text(json.dumps(_envoy(fixture, certificate)))
     program = (
         str(Path(sys.executable).with_name("envoy")),
         "--config-path",
@@ -93,13 +93,13 @@ def envoy(ground: Ground) -> Iterator[int]:
         "--log-level",
         "error",
     )
-    command = in_namespace(ground.internet, ground.internet.up, *pinned(PROXY_CORE, *program))
-    with _running(ground, command) as process:
-        wait_until(lambda: _listens(ground, UP_ADDRESS, ENVOY_PORT), "Envoy listens")
+    command = in_namespace(fixture.internet, fixture.internet.up, *pinned(PROXY_CORE, *program))
+    with _running(fixture, command) as process:
+        wait_until(lambda: _listens(fixture, UP_ADDRESS, ENVOY_PORT), "Envoy listens")
         yield process
 
 
-def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
+def _envoy(fixture: Fixture, certificate: str) -> dict[str, object]:
     """Return Envoy's configuration: a policy, a header and an access log, as the gateway has them."""
     prefix = "type.googleapis.com/envoy.extensions"
     chain = {"filename": certificate}
@@ -115,7 +115,7 @@ def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
         "sni": INJECTED,
         "common_tls_context": {
             "validation_context": {
-                "trusted_ca": {"filename": str(ground.internet.roots)},
+                "trusted_ca": {"filename": str(fixture.internet.roots)},
                 "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": INJECTED}}],
             }
         },
@@ -135,7 +135,7 @@ def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
                 "name": "file",
                 "typed_config": {
                     "@type": f"{prefix}.access_loggers.file.v3.FileAccessLog",
-                    "path": str(ground.internet.directory / "envoy-access.log"),
+                    "path": str(fixture.internet.directory / "envoy-access.log"),
                 },
             }
         ],
@@ -160,7 +160,7 @@ def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
                             "route": {"cluster": "page", "timeout": "0s"},
                             "request_headers_to_add": [
                                 {
-                                    "header": {"key": "authorization", "value": f"Bearer {ground.token}"},
+                                    "header": {"key": "authorization", "value": f"Bearer {fixture.token}"},
                                     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
                                 }
                             ],
@@ -214,9 +214,9 @@ def _envoy(ground: Ground, certificate: str) -> dict[str, object]:
 
 
 @contextmanager
-def mitmproxy(ground: Ground) -> Iterator[int]:
+def mitmproxy(fixture: Fixture) -> Iterator[int]:
     """Run the unmodified `mitmdump` as a reverse proxy, with an addon that sets the header. Yield its process id."""
-    directory = ground.internet.directory / "mitmdump"
+    directory = fixture.internet.directory / "mitmdump"
     program = (
         str(Path(sys.executable).with_name("mitmdump")),
         "--quiet",
@@ -227,20 +227,20 @@ def mitmproxy(ground: Ground) -> Iterator[int]:
         "--set=keep_host_header=true",
         "--set=stream_large_bodies=1m",
         f"--set=confdir={directory}",
-        f"--set=ssl_verify_upstream_trusted_ca={ground.internet.roots}",
+        f"--set=ssl_verify_upstream_trusted_ca={fixture.internet.roots}",
         f"--scripts={Path(__file__).with_name('set_header.py')}",
     )
-    command = in_namespace(ground.internet, ground.internet.up, *pinned(PROXY_CORE, *program))
-    with _running(ground, command, BENCH_TOKEN=ground.token) as process:
-        wait_until(lambda: _listens(ground, UP_ADDRESS, MITMPROXY_PORT), "mitmdump listens")
+    command = in_namespace(fixture.internet, fixture.internet.up, *pinned(PROXY_CORE, *program))
+    with _running(fixture, command, BENCH_TOKEN=fixture.token) as process:
+        wait_until(lambda: _listens(fixture, UP_ADDRESS, MITMPROXY_PORT), "mitmdump listens")
         yield process
 
 
 @contextmanager
-def _running(ground: Ground, command: list[str], **environment: str) -> Iterator[int]:
+def _running(fixture: Fixture, command: list[str], **environment: str) -> Iterator[int]:
     """Run a program; yield its process id. `nsenter`, `setpriv` and `taskset` become the program that they start."""
     with (
-        (ground.internet.directory / "peers.log").open("ab") as log,
+        (fixture.internet.directory / "peers.log").open("ab") as log,
         subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log) as process,
     ):
         try:
@@ -249,7 +249,7 @@ def _running(ground: Ground, command: list[str], **environment: str) -> Iterator
             process.terminate()
 
 
-def _listens(ground: Ground, address: str, port: int) -> bool:
-    with ground.internet.open_socket(ground.internet.control, socket.AF_INET, socket.SOCK_STREAM) as probe:
+def _listens(fixture: Fixture, address: str, port: int) -> bool:
+    with fixture.internet.open_socket(fixture.internet.control, socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         return probe.connect_ex((address, port)) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from bench.figures import Figure, Goal
-from bench.ground import INSPECTED, SPLICED, BenchError, Ground, put_client, run_client, wait_until
+from bench.fixture import INSPECTED, SPLICED, BenchError, Fixture, put_client, run_client, wait_until
 
 FLOWS = 20
 REST = 1.0
@@ -21,15 +21,15 @@ _NOTHING: dict[str, Any] = {"defaultAction": "deny", "egress": []}
 _EVERYTHING: dict[str, Any] = {"defaultAction": "allow", "egress": []}
 
 
-def measure(ground: Ground, rounds: int) -> list[Figure]:
+def measure(fixture: Fixture, rounds: int) -> list[Figure]:
     """Abort all flows `rounds` times."""
-    sandbox = ground.create("runc")  # it shares the host's monotonic clock
-    key = {"OPEN-SANDBOX-API-KEY": ground.stack.api_key}
+    sandbox = fixture.create("runc")  # it shares the host's monotonic clock
+    key = {"OPEN-SANDBOX-API-KEY": fixture.stack.api_key}
     try:
         put_client(sandbox)
-        with httpx.Client(base_url=ground.stack.base, headers=key, timeout=30) as client:
+        with httpx.Client(base_url=fixture.stack.base, headers=key, timeout=30) as client:
             url = f"/v1/sandboxes/{sandbox.id}/networkpolicy"
-            samples = [_cut(ground, sandbox, client, url) for _ in range(rounds)]
+            samples = [_cut(fixture, sandbox, client, url) for _ in range(rounds)]
     finally:
         sandbox.kill()
         sandbox.close()
@@ -41,26 +41,26 @@ def measure(ground: Ground, rounds: int) -> list[Figure]:
     ]
 
 
-def _cut(ground: Ground, sandbox: Any, client: httpx.Client, url: str) -> tuple[float, float, float]:
-    mark = len(ground.notes())
+def _cut(fixture: Fixture, sandbox: Any, client: httpx.Client, url: str) -> tuple[float, float, float]:
+    mark = len(fixture.notes())
     results: list[dict[str, Any]] = []
     hosts = [SPLICED, INSPECTED] * (FLOWS // 2)
     flows = threading.Thread(target=lambda: results.append(run_client(sandbox, hosts)))
     flows.start()
-    wait_until(lambda: _count(ground, mark, "first") == FLOWS, "all flows are open")
+    wait_until(lambda: _count(fixture, mark, "first") == FLOWS, "all flows are open")
     began = time.monotonic()
     client.put(url, json=_NOTHING).raise_for_status()
     answered = time.monotonic()
-    wait_until(lambda: _count(ground, mark, "closed") == FLOWS, "all flows end at the far end")
+    wait_until(lambda: _count(fixture, mark, "closed") == FLOWS, "all flows end at the far end")
     flows.join()
     if not results or results[0]["failures"] or len(results[0]["ended"]) != FLOWS:
         raise BenchError(f"the client's flows: {results}")
     client.put(url, json=_EVERYTHING).raise_for_status()
     time.sleep(REST)
     inside = max(results[0]["ended"])
-    outside = max(note["at"] for note in ground.notes(mark) if note["event"] == "closed")
+    outside = max(note["at"] for note in fixture.notes(mark) if note["event"] == "closed")
     return 1000 * (inside - began), 1000 * (outside - began), 1000 * (answered - began)
 
 
-def _count(ground: Ground, mark: int, event: str) -> int:
-    return sum(note["event"] == event for note in ground.notes(mark))
+def _count(fixture: Fixture, mark: int, event: str) -> int:
+    return sum(note["event"] == event for note in fixture.notes(mark))

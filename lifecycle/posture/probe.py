@@ -22,7 +22,7 @@ from lifecycle.config.settings import Settings, SettingsError
 from lifecycle.posture import interrupts, server
 from lifecycle.posture.attempts import ATTEMPTS, Attempt, Evidence, FarEnd, ProbeError, Report, arrived
 from lifecycle.posture.capture import Capture
-from lifecycle.posture.ground import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, Ground, GroundError
+from lifecycle.posture.network import ALLOWED, ALLOWED_ADDRESS, GATEWAY_PORTS, Counter, ProbeNetwork, ProbeNetworkError
 from lifecycle.posture.server import ProbeSandbox, ProbeServer, ServerError
 
 _SETTLE_SECONDS = 0.2
@@ -62,7 +62,7 @@ def probe(operator: Settings, say: Callable[[str], None]) -> bool:
         directory.chmod(0o711)  # Daemons with other users must be able to pass through the directory.
         try:
             return _probe(operator, directory, say)
-        except (GroundError, ServerError, SettingsError, OSError) as error:
+        except (ProbeNetworkError, ServerError, SettingsError, OSError) as error:
             say(f"{ProbeOutcome.UNTRIED.value:<8}all    {error}")
             return False
         finally:
@@ -71,17 +71,17 @@ def probe(operator: Settings, say: Callable[[str], None]) -> bool:
 
 def _probe(operator: Settings, directory: Path, say: Callable[[str], None]) -> bool:
     good = True
-    with Ground(directory.name, directory) as ground:
-        own = server.private(operator, directory, ground.path(ground.up))
+    with ProbeNetwork(directory.name, directory) as network:
+        own = server.private(operator, directory, network.path(network.up))
         for finding in doctor.ask_process(own):
             good &= finding.ok
             say(finding.line())
         if not good:
             raise ServerError("no way was tried: a layer is missing")
-        controls = {attempt.probe: _control(ground, attempt) for attempt in ATTEMPTS}
+        controls = {attempt.probe: _control(network, attempt) for attempt in ATTEMPTS}
         with server.running(own, directory) as private:
             for runtime in operator.get("sallyport.allowed_runtimes"):
-                for line in _try_runtime(ground, private, runtime, controls):
+                for line in _try_runtime(network, private, runtime, controls):
                     good &= line.outcome is ProbeOutcome.HELD
                     say(line.text())
     return good
@@ -95,50 +95,55 @@ class ControlResult:
     problem: str = ""
 
 
-def _control(ground: Ground, attempt: Attempt) -> ControlResult:
+def _control(network: ProbeNetwork, attempt: Attempt) -> ControlResult:
     """Try a way without a gate, as the control."""
-    net = ground.path(ground.net)
+    net = network.path(network.net)
     with Capture(net, "net1") as wire, Counter(net, GATEWAY_PORTS) as gateway:
-        host = ground.host.hits
+        host = network.host.hits
         try:
-            report = ground.try_ungated(attempt.probe)
+            report = network.try_ungated(attempt.probe)
         except ProbeError as error:
             return ControlResult(0, str(error))
         time.sleep(_SETTLE_SECONDS)
         frames = wire.since(0)
         near = frames if attempt.far_end is FarEnd.NEIGHBOUR else []
-        count = arrived(attempt.far_end, Evidence(frames, near, ground.host.hits - host, gateway.hits, report))
+        count = arrived(attempt.far_end, Evidence(frames, near, network.host.hits - host, gateway.hits, report))
         return ControlResult(count, "" if count else "it did not arrive")
 
 
 def _try_runtime(
-    ground: Ground, private: ProbeServer, runtime: str, controls: dict[str, ControlResult]
+    network: ProbeNetwork, private: ProbeServer, runtime: str, controls: dict[str, ControlResult]
 ) -> Iterator[Line]:
     try:
         sandbox, other = private.create(runtime), private.create(runtime)
     except ServerError as error:
         yield Line(ProbeOutcome.UNTRIED, runtime, "every way", str(error))
         return
-    yield _allowed(ground, sandbox)
+    yield _allowed(network, sandbox)
     try:
         with ExitStack() as stack:
             near = stack.enter_context(Capture(private.netns(other.name, "sandbox"), "eth0"))
             gateway = stack.enter_context(Counter(private.netns(sandbox.name, "gateway"), GATEWAY_PORTS))
             for attempt in ATTEMPTS:
-                yield _tried(ground, near, gateway, sandbox, attempt, controls[attempt.probe])
-        yield _allowed(ground, sandbox)
+                yield _tried(network, near, gateway, sandbox, attempt, controls[attempt.probe])
+        yield _allowed(network, sandbox)
     except (ServerError, OSError) as error:
         yield Line(ProbeOutcome.UNTRIED, runtime, "the ways after this", str(error))
 
 
 def _tried(
-    ground: Ground, near: Capture, gateway: Counter, sandbox: ProbeSandbox, attempt: Attempt, control: ControlResult
+    network: ProbeNetwork,
+    near: Capture,
+    gateway: Counter,
+    sandbox: ProbeSandbox,
+    attempt: Attempt,
+    control: ControlResult,
 ) -> Line:
     if control.problem:
         return Line(
             ProbeOutcome.UNTRIED, sandbox.runtime, attempt.title, f"its control, without a gate: {control.problem}"
         )
-    marks = ground.wire.mark(), near.mark(), ground.host.hits, gateway.hits
+    marks = network.wire.mark(), near.mark(), network.host.hits, gateway.hits
     report, problem = Report(), ""
     try:
         report = sandbox.attempt(attempt.probe)
@@ -146,9 +151,9 @@ def _tried(
         problem = str(error)
     time.sleep(_SETTLE_SECONDS)
     evidence = Evidence(
-        ground.wire.since(marks[0]),
+        network.wire.since(marks[0]),
         near.since(marks[1]),
-        ground.host.hits - marks[2],
+        network.host.hits - marks[2],
         gateway.hits - marks[3],
         report,
     )
@@ -162,12 +167,12 @@ def _tried(
     return Line(outcome, sandbox.runtime, attempt.title, detail)
 
 
-def _allowed(ground: Ground, sandbox: ProbeSandbox) -> Line:
+def _allowed(network: ProbeNetwork, sandbox: ProbeSandbox) -> Line:
     """Try what policy allows, because a denial proves something only if allowed traffic works."""
-    title, mark = f"the allowed host {ALLOWED} is reached", ground.wire.mark()
+    title, mark = f"the allowed host {ALLOWED} is reached", network.wire.mark()
     with contextlib.suppress(ServerError):
         sandbox.run(f'python3 -c "{_HELLO}"')
     time.sleep(_SETTLE_SECONDS)
-    count = sum(1 for frame in ground.wire.since(mark) if frame.destination == ALLOWED_ADDRESS)
+    count = sum(1 for frame in network.wire.since(mark) if frame.destination == ALLOWED_ADDRESS)
     outcome = ProbeOutcome.HELD if count else ProbeOutcome.UNTRIED
     return Line(outcome, sandbox.runtime, title, f"{count} frames" if count else "the gate lets nothing through at all")

@@ -27,7 +27,7 @@ from lifecycle.config import launch
 from lifecycle.config.settings import Settings
 from lifecycle.posture import interrupts, ways_out
 from lifecycle.posture.attempts import Report, report
-from lifecycle.posture.ground import ALLOWED, RESOLVER, targets
+from lifecycle.posture.network import ALLOWED, RESOLVER, targets
 from wire.api.hostd import Inspect
 from wire.blocking import BlockingClient
 from wire.sockets import ROOT

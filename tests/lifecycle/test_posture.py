@@ -65,10 +65,10 @@ def _outcome(
             raise failure
         return {"udp/53": "sent"}
 
-    ground: Any = SimpleNamespace(wire=_Counter(*frames), host=_Counter())
+    network: Any = SimpleNamespace(wire=_Counter(*frames), host=_Counter())
     sandbox = cast(server.ProbeSandbox, SimpleNamespace(runtime="runc", attempt=attempted))
     near: Any = _Counter()
-    return probe._tried(ground, near, near, sandbox, attempt, control).outcome
+    return probe._tried(network, near, near, sandbox, attempt, control).outcome
 
 
 _ARRIVED = Frame("192.0.2.2", "93.184.216.66", 17, 9999, b"")

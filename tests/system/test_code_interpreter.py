@@ -31,7 +31,7 @@ from opensandbox.models.execd_sync import ExecutionHandlersSync
 from opensandbox.sync.sandbox import SandboxSync
 
 from bench import first_code
-from bench.ground import Ground
+from bench.fixture import Fixture
 from testbed.internet import Internet
 from testbed.stack import CODE_ENTRYPOINT, Stack
 from tests.conftest import ONE_RUNTIME, RUNTIMES
@@ -641,7 +641,7 @@ def test_the_server_listens_inside_only(box: Box) -> None:
 
 def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet: Internet) -> None:
     """On both runtimes. The times have only a high limit."""
-    figures = {figure.name: figure.values for figure in first_code.measure(Ground(internet, stack, ""), 1)}
+    figures = {figure.name: figure.values for figure in first_code.measure(Fixture(internet, stack, ""), 1)}
 
     wanted = ("ready", "first print(1)", "a later print(1)")
     assert {f"code {runtime}: {what}" for runtime in RUNTIMES for what in wanted} == set(figures)

@@ -62,7 +62,7 @@ func TestADefaultContextIsMadeForThoseThatStay(t *testing.T) {
 	testkit.Equal(t, `[{"id":"session-1","language":"python"}]`, all)
 }
 
-func TestContextsStayWithinTheirLimitWhoeverMakesThem(t *testing.T) {
+func TestContextsStayWithinTheirLimitForEachMaker(t *testing.T) {
 	k, f := newKernels(t)
 	close(k.Leave)
 	var waiting sync.WaitGroup

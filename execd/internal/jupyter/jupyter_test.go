@@ -135,7 +135,7 @@ func TestMalformedMessagesOfAKernelAreSkippedAndARunStillEnds(t *testing.T) {
 	testkit.Equal(t, []string{"stdout still here", "execution_complete "}, kinds)
 }
 
-func TestTheDeathOfAKernelEndsARunWhoeverReportsIt(t *testing.T) {
+func TestTheDeathOfAKernelEndsARunForEachReporter(t *testing.T) {
 	for _, last := range []string{
 		`{"header":{"msg_type":"status"},"parent_header":{},"content":{"execution_state":"dead"}}`,
 		`{"header":{"msg_type":"status"},"parent_header":{},"content":{"execution_state":"restarting"}}`,

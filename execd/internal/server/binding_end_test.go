@@ -254,7 +254,7 @@ func TestAnInitEndsContextsKernelsAndWhatIsBeingMade(t *testing.T) {
 	f.Call("POST", "/code/context", `{"language":"bash"}`)
 	f.Call("POST", "/code", `{"code":"1","context":{"language":"python"}}`)
 	k.Mutex.Lock()
-	k.Paths["orphan"] = "of nobody"
+	k.Paths["orphan"] = "of no notebook"
 	k.Mutex.Unlock()
 	<-k.Entered
 	<-k.Entered

@@ -191,7 +191,7 @@ func TestPipesKeepStreamsApartAndAllOutputComesBeforeTheExit(t *testing.T) {
 	testkit.Equal(t, testkit.Object{"type": "exit", "exit_code": 3}, again.last())
 }
 
-func TestWhoHeardOfTheEndMayComeAgainAtOnce(t *testing.T) {
+func TestAClientThatReadTheEndMayComeAgainAtOnce(t *testing.T) {
 	f := newFixture(t)
 	id := f.newTerminal(`{"command":"exit 3"}`)
 	first := f.attach(id, "pty=0")

@@ -53,7 +53,7 @@ class CodeStack(BenchStack):
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Fixture:
     """The running parts."""
 
     internet: Internet
@@ -70,7 +70,7 @@ class Ground:
 
 
 @contextmanager
-def ground(directory: Path, prefix: str, *, code: bool) -> Iterator[Ground]:
+def fixture(directory: Path, prefix: str, *, code: bool) -> Iterator[Fixture]:
     """Start everything below `directory`, with the code-interpreter image if `code`; stop it at the end.
 
     Raises:
@@ -85,7 +85,7 @@ def ground(directory: Path, prefix: str, *, code: bool) -> Iterator[Ground]:
     ):
         stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
         stack.sallyport("vault", "put", PAGE_SECRET, "--host", list(PAGES)[-1], stdin=token)
-        yield Ground(internet, stack, token)
+        yield Fixture(internet, stack, token)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ _UP, _UP_FAR, _CONTROL, _CONTROL_FAR = "93.184.217.1", "93.184.217.2", "93.184.2
 _TRY_SECONDS = 60.0
 
 
-class GroundError(Exception):
+class ProbeNetworkError(Exception):
     """A step failed. The message names it."""
 
 
@@ -80,7 +80,7 @@ def _listener(port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port))  # noqa: S104 - in a namespace of ours
 
 
-class Ground:
+class ProbeNetwork:
     """The namespaces `<name>-up`, `-net` and `-ctl`. Use as a context manager."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -93,7 +93,7 @@ class Ground:
         """Return the file of a namespace."""
         return f"/run/netns/{namespace}"
 
-    def __enter__(self) -> "Ground":
+    def __enter__(self) -> "ProbeNetwork":
         with ExitStack() as resources:
             for namespace in (self.up, self.net, self.control):
                 _ip("netns", "add", namespace)
@@ -173,7 +173,7 @@ def targets(**places: object) -> dict[str, Any]:
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise GroundError(f"ip {' '.join(arguments)}: {done.stderr.strip()[:200]}")
+        raise ProbeNetworkError(f"ip {' '.join(arguments)}: {done.stderr.strip()[:200]}")
 
 
 @contextmanager
