@@ -22,6 +22,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -283,22 +284,16 @@ func mountPoint(source, target string) error {
 
 // makeReadOnly remounts what is mounted at a path and below it.
 func makeReadOnly(root string) error {
-	done := false
-	table, err := os.ReadFile("/proc/self/mountinfo")
+	mounts, err := mounts()
 	if err != nil {
 		return err
 	}
-	for _, each := range parseMountInfo(table) {
+	done := false
+	for _, each := range mounts {
 		if !within(each.place, root) {
 			continue
 		}
-		flags := uintptr(syscall.MS_BIND | syscall.MS_REMOUNT | syscall.MS_RDONLY)
-		held, err := openPlain(each.place)
-		if err == nil {
-			err = mount("", heldPath(held), "", flags|each.flags, "")
-			held.Close()
-		}
-		if err != nil {
+		if err := each.makeReadOnly(); err != nil {
 			if each.place != root && (errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.ENOENT)) {
 				continue // covered by another mount
 			}
@@ -312,8 +307,36 @@ func makeReadOnly(root string) error {
 	return nil
 }
 
-// mounted is one line of mountinfo: where, and with which flags.
+// makeReadOnly remounts one mount. The kernel ends a mount in every namespace when a process removes its
+// mount point in another one, so a mount that has ended meanwhile is no failure.
+func (m mounted) makeReadOnly() error {
+	held, err := openPlain(m.place)
+	if err == nil {
+		err = mount("", heldPath(held), "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY|m.flags, "")
+		held.Close()
+	}
+	if !errors.Is(err, syscall.EINVAL) {
+		return err
+	}
+	present, listing := mounts()
+	if listing != nil {
+		return listing
+	}
+	if slices.ContainsFunc(present, func(each mounted) bool { return each.id == m.id }) {
+		return err
+	}
+	return nil
+}
+
+// mounts lists the mounts of this process's namespace.
+func mounts() ([]mounted, error) {
+	table, err := os.ReadFile("/proc/self/mountinfo")
+	return parseMountInfo(table), err
+}
+
+// mounted is one line of mountinfo: the kernel's number of the mount, its place and its flags.
 type mounted struct {
+	id    string
 	place string
 	flags uintptr
 }
@@ -331,7 +354,7 @@ func parseMountInfo(table []byte) []mounted {
 		if len(fields) < 6 || !filepath.IsAbs(fields[4]) {
 			continue
 		}
-		each := mounted{place: unescapeOctal(fields[4])}
+		each := mounted{id: fields[0], place: unescapeOctal(fields[4])}
 		for option := range strings.SplitSeq(fields[5], ",") {
 			each.flags |= mountFlags[option]
 		}
