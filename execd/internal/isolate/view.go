@@ -293,13 +293,14 @@ func makeReadOnly(root string) error {
 		if !within(each.place, root) {
 			continue
 		}
-		if err := each.makeReadOnly(); err != nil {
+		ended, err := each.makeReadOnly()
+		if err != nil {
 			if each.place != root && (errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.ENOENT)) {
 				continue // covered by another mount
 			}
 			return err
 		}
-		done = done || each.place == root
+		done = done || each.place == root && !ended
 	}
 	if !done {
 		return errors.New("not mounted at " + root)
@@ -308,24 +309,24 @@ func makeReadOnly(root string) error {
 }
 
 // makeReadOnly remounts one mount. The kernel ends a mount in every namespace when a process removes its
-// mount point in another one, so a mount that has ended meanwhile is no failure.
-func (m mounted) makeReadOnly() error {
+// mount point in another one, so a mount that has ended meanwhile is no failure of itself.
+func (m mounted) makeReadOnly() (ended bool, err error) {
 	held, err := openPlain(m.place)
 	if err == nil {
 		err = mount("", heldPath(held), "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY|m.flags, "")
 		held.Close()
 	}
 	if !errors.Is(err, syscall.EINVAL) {
-		return err
+		return false, err
 	}
 	present, listing := mounts()
 	if listing != nil {
-		return listing
+		return false, listing
 	}
 	if slices.ContainsFunc(present, func(each mounted) bool { return each.id == m.id }) {
-		return err
+		return false, err
 	}
-	return nil
+	return true, nil
 }
 
 // mounts lists the mounts of this process's namespace.

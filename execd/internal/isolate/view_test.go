@@ -20,20 +20,25 @@ func TestAMountThatHasEndedNeedNotBeReadOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	found := at(t, point)
-	testkit.Equal(t, nil, found.makeReadOnly())
+	ended, err := found.makeReadOnly()
+	testkit.Equal(t, nil, err)
+	testkit.Equal(t, false, ended)
 	options := optionsOf(t, point)
 	testkit.Equal(t, true, strings.HasPrefix(options, "ro,"))
 
 	if err := syscall.Unmount(point, 0); err != nil {
 		t.Fatal(err)
 	}
-	testkit.Equal(t, nil, found.makeReadOnly()) // the directory remains, and is no mount
+	ended, err = found.makeReadOnly() // the directory remains, and is no mount
+	testkit.Equal(t, nil, err)
+	testkit.Equal(t, true, ended)
 }
 
 func TestAMountThatCannotBeReadOnlyIsAFailure(t *testing.T) {
 	covered := at(t, "/")
 	covered.place = t.TempDir() // a path that leads elsewhere, as below another mount
-	testkit.Equal(t, true, errors.Is(covered.makeReadOnly(), syscall.EINVAL))
+	_, err := covered.makeReadOnly()
+	testkit.Equal(t, true, errors.Is(err, syscall.EINVAL))
 }
 
 // at returns the uppermost mount at a path.
