@@ -3,6 +3,7 @@
 - Only hostd attaches channels, ends chains and reads their heads. It names the producer of each channel. `serve`, the
   other client of the socket, is identified by its uid. A record that names its producer itself is refused.
 - A producer can write only its own kinds (`producers`).
+- A gateway puts its records into a ring (`shared_ring`). Its channel is for the times when the ring is closed.
 - The requests that one producer can have waiting are limited: one `records` request, and as many `record` requests as
   `wire` reads ahead.
 - The death of any process, also of auditd, loses no accepted record.
@@ -28,14 +29,29 @@ import uvloop
 
 from audit.batch import ChainEntry
 from audit.commit import GroupCommit
+from audit.drain import Drain
 from audit.keys import KeyUnusable
-from audit.producers import HOSTD, KINDS, SERVE
+from audit.producers import GATEWAY, HOSTD, KINDS, SERVE
 from audit.records import Fields, RecordError, bounded, check_decision, escaped
+from audit.shared_ring import Cursor
 from audit.shares import CLOSED_SANDBOXES, CONTROL_SHARE, SANDBOX_SHARE, Retention
 from audit.sinks.file import Log, LogUnwritable
 from wire import NARROW, Client, Code, Done, RequestError, inherited_listener, serve_unix
 from wire.api import auditd
-from wire.api.auditd import CONTROL_CHAIN, Accepted, Anchor, Attach, CloseSandbox, Heads, Record, Records
+from wire.api.auditd import (
+    CONTROL_CHAIN,
+    CURSOR_BYTES,
+    RING_BYTES,
+    RING_DESCRIPTORS,
+    Accepted,
+    Anchor,
+    Attach,
+    AttachRing,
+    CloseSandbox,
+    Heads,
+    Record,
+    Records,
+)
 from wire.frames import close_all
 from wire.serving import handler
 
@@ -144,20 +160,22 @@ class Service:
         self._batching: set[Client] = set()
 
     async def control(
-        self, client: Client, request: Record | Records | Attach | CloseSandbox | Heads, fds: list[int]
+        self, client: Client, request: Record | Records | Attach | AttachRing | CloseSandbox | Heads, fds: list[int]
     ) -> Done | Accepted | Anchor:
         """Answer one request from hostd or `serve` on the socket."""
         host = client.peer.uid == self._host_uid
         if isinstance(request, Attach) and host and len(fds) == 1:
             return self._attach(request, fds[0])
+        if isinstance(request, AttachRing) and host and len(fds) == RING_DESCRIPTORS:
+            return self._attach_ring(request, *fds)
         close_all(fds)
         match request:
             case Record() | Records():
                 return await self._record(client, ChannelOwner(HOSTD if host else SERVE), request)
             case _ if not host:
                 raise RequestError(Code.FORBIDDEN, "only hostd may attach channels, end chains and read their heads")
-            case Attach():
-                raise RequestError(Code.INVALID, "attach needs exactly one descriptor")
+            case Attach() | AttachRing():
+                raise RequestError(Code.INVALID, "this request has a fixed number of descriptors")
             case CloseSandbox(sandbox):
                 for channel in [c for c, identity in self._channels.items() if identity.sandbox == sandbox]:
                     del self._channels[channel]
@@ -192,6 +210,27 @@ class Service:
         client = Client(socket.socket(fileno=fd), handler(auditd.CHANNEL, channel), takes=NARROW, gives=NARROW)
         client.start()
         self._channels[client] = identity
+        return Done()
+
+    def _attach_ring(self, request: AttachRing, ring: int, cursor: int, wake: int) -> Done:
+        try:
+            sizes = os.fstat(ring).st_size, os.fstat(cursor).st_size
+            if sizes != (RING_BYTES, CURSOR_BYTES):
+                raise RequestError(Code.INVALID, "the descriptors are not those of a ring")
+            self._writer.remove_ring(request.sandbox)
+            mapped = Cursor(cursor)
+        except BaseException:
+            close_all((ring, wake))
+            raise
+        finally:
+            os.close(cursor)
+
+        def entry(generation: int, asked: auditd.Entry) -> ChainEntry:
+            return ChannelOwner(GATEWAY, request.sandbox, generation).entry(asked)
+
+        drain = Drain(ring, mapped, wake, sandbox=request.sandbox, entry=entry, ready=self._writer.filled)
+        drain.recover(self._writer.recovered(request.sandbox))
+        self._writer.add_ring(drain, request.generation)
         return Done()
 
     async def _record(self, client: Client, identity: ChannelOwner, request: Record | Records) -> Accepted:

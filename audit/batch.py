@@ -8,12 +8,14 @@ and drops the batch if the write fails.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from audit.chain import CHECKPOINT, CONTROL, ChainHead, extend_log, seal, seal_checkpoint
+from audit.line import sealed
 from audit.records import Fields, bounded, escaped
 
 _TORN_KEPT: Final = 2048
@@ -21,10 +23,12 @@ _TORN_KEPT: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class ChainEntry:
-    """One record to append, without ts, chain, seq, prev and hash."""
+    """One record to append, without ts, chain, seq, prev and hash. `line` replaces `record` if it is given."""
 
     chain: str
-    record: Fields
+    record: Fields = field(default_factory=dict)
+    line: Any = None
+    """An `audit.line.Line`."""
 
 
 class Batch:
@@ -49,7 +53,13 @@ class Batch:
 
     def add(self, entry: ChainEntry) -> int:
         """Add one record; return its sequence number."""
-        line, head = seal(self._dated(entry.chain, entry.record), self._head(entry.chain))
+        if entry.line is not None:
+            entry.line.chain, entry.line.ts = entry.chain, self.ts
+            entry.line.clock_back = self._last_ts if self.ts < self._last_ts else msgspec.UNSET
+            self._last_ts = self.ts
+            line, head = sealed(entry.line, self._head(entry.chain))
+        else:
+            line, head = seal(self._dated(entry.chain, entry.record), self._head(entry.chain))
         self._push(line, entry.chain, head)
         return head.seq
 

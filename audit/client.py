@@ -11,17 +11,24 @@
   under way when a connection ended, are counted. A `gap` record with the count precedes all later records.
 - `count` is for floods: equal events within a second become one note with their number.
 - The producer is fixed when its channel is attached. No message can change it.
+- A gateway also has a ring (`shared_ring`). While it is open, `accept` returns when the record is in the ring: the
+  record survives the death of every process there. `note` and `count` use the ring too. If the ring is full, `accept`
+  waits for room; if it is closed, records are requests.
 
 The client does not reconnect: the owner of the channel calls `rebind` with a new one.
 """
 
 import asyncio
+import json
 import logging
 import socket
 from collections import deque
 from typing import Final
 
+import msgspec
+
 from audit.records import Decision, Fields, RecordError, record
+from audit.shared_ring import MAX_RECORD, RingWriter
 from wire import NARROW, Client, RemoteError
 from wire.api.auditd import Entry, Record, Records, Value
 
@@ -31,6 +38,7 @@ NOTE_BATCH: Final = 64
 BATCH_BYTES: Final = 64 * 1024  # of one request; each may be twelve in a frame
 NOTE_BYTES: Final = 4 * 1024 * 1024  # held at once, as their texts are long
 COUNT_SECONDS: Final = 1.0
+_ROOM_SECONDS: Final = 0.002
 OVERFLOW: Final = "the queue of notes was full"
 IN_FLIGHT: Final = "on their way when the writer stopped answering; some may have been recorded"
 
@@ -48,9 +56,17 @@ type _Event = tuple[str, str, tuple[tuple[str, object], ...]]
 class AuditClient:
     """One producer's channel to auditd. Make it inside a running loop."""
 
-    def __init__(self, client: Client, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        timeout: float = ACCEPT_TIMEOUT,
+        queue: int = NOTE_QUEUE,
+        ring: RingWriter | None = None,
+    ) -> None:
         """Use `client`, which is started. `timeout` limits each `accept` in seconds, `queue` the held notes."""
         self._client = client
+        self._ring = ring
         self._timeout = timeout
         self._capacity = queue
         self._notes: deque[Fields] = deque()
@@ -66,9 +82,16 @@ class AuditClient:
         self._sender: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_fd(cls, fd: int, *, timeout: float = ACCEPT_TIMEOUT, queue: int = NOTE_QUEUE) -> "AuditClient":
-        """Use `fd`, one end of a socket pair. Its other end is attached to auditd."""
-        return cls(_started(fd), timeout=timeout, queue=queue)
+    def from_fd(
+        cls,
+        fd: int,
+        *,
+        timeout: float = ACCEPT_TIMEOUT,
+        queue: int = NOTE_QUEUE,
+        ring: RingWriter | None = None,
+    ) -> "AuditClient":
+        """Use `fd`, one end of a socket pair. Its other end is attached to auditd, and so is `ring`."""
+        return cls(_started(fd), timeout=timeout, queue=queue, ring=ring)
 
     @property
     def available(self) -> bool:
@@ -85,7 +108,7 @@ class AuditClient:
         await self._client.closed.wait()
 
     async def accept(self, kind: str, decision: Decision | str, *, durable: bool = False, **fields: object) -> int:
-        """Have one record accepted into the log; return its sequence number.
+        """Have one record accepted into the log; return its sequence number, 0 if it is in the ring.
 
         Args:
             durable: return only after the record is on disk (fdatasync).
@@ -95,11 +118,32 @@ class AuditClient:
             AuditUnavailable: auditd has not confirmed the record; the caller must deny.
             audit.records.RecordError: kind, decision or a field does not exist (a programming error).
         """
-        request = Record(entry(record(kind, decision, **fields)), durable)
+        item = record(kind, decision, **fields)
+        if self._ring is not None and not durable and await self._put(item, self._ring):
+            return 0
+        request = Record(entry(item), durable)
         try:
             return (await self._client.ask(request, timeout=self._timeout)).seq
         except (RemoteError, OSError) as error:  # OSError: ConnectionError and TimeoutError
             raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
+
+    async def _put(self, item: Fields, ring: RingWriter) -> bool:
+        """Put a record into the ring, if necessary after a wait for room; False if the ring is closed.
+
+        Raises:
+            AuditUnavailable: there is no room in time.
+        """
+        content = encoded(item)
+        if ring.put(content):
+            return True
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        while ring.is_open and len(content) <= MAX_RECORD:
+            if asyncio.get_running_loop().time() > deadline:
+                raise AuditUnavailable(f"{item['kind']} was not recorded: the ring is full")
+            await asyncio.sleep(_ROOM_SECONDS)
+            if ring.put(content):
+                return True
+        return False
 
     def note(self, kind: str, decision: Decision | str = Decision.INFO, **fields: object) -> None:
         """Queue one outcome record. If the queue is full, the record is dropped and counted for a `gap` record.
@@ -135,7 +179,9 @@ class AuditClient:
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._note_counts)
 
     def _queue(self, item: Fields, events: int) -> None:
-        """Queue a note that stands for so many events, or count them as lost."""
+        """Put a note that stands for so many events into the ring, or queue it, or count them as lost."""
+        if self._ring is not None and not self._notes and not self._lost and self._ring.put(encoded(item)):
+            return
         size = _size(item)
         if len(self._notes) >= self._capacity or self._held + size > NOTE_BYTES:
             self._lose(OVERFLOW, events)
@@ -229,6 +275,14 @@ def _started(fd: int) -> Client:
 def _size(item: Fields) -> int:
     """Return the approximate size of a note in bytes."""
     return 256 + sum(len(value) if isinstance(value, str | list) else 16 for value in item.values())
+
+
+def encoded(item: Fields) -> bytes:
+    """Return a record in the form that it has in a ring."""
+    try:
+        return msgspec.json.encode(item)
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(item).encode("ascii")
 
 
 def entry(item: Fields) -> Entry:

@@ -6,6 +6,9 @@
 - Records that cannot be written are refused and counted. When the log can be written again, a `gap` record has the
   count.
 - Producers are served in turn, with a limited number of records each. So a flood delays only its own producer.
+- Records also come from rings (`audit.drain`). They count as accepted when they are in the ring, so they are written
+  before the requests of a turn, and stay in the ring until they are written. While the log cannot be written, and if
+  `always` is set, no ring is open: gateways then send requests.
 - Each sandbox's chain has a budget of bytes, refilled evenly. Above it the requests of this sandbox wait, and no
   others. No request is dropped: `wire` limits how many can wait, and a decision that is not recorded in time is denied.
 
@@ -17,13 +20,15 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
 from audit.batch import ChainEntry, gap_entry
+from audit.drain import Drain
 from audit.pace import Pace
+from audit.shared_ring import ROOM
 from audit.sinks.file import Log, LogUnwritable, Mark, sync
 from wire import Code, RequestError
 from wire.api import auditd
@@ -34,6 +39,9 @@ ANCHOR_SECONDS: Final = 0.25
 CHECKPOINT_SECONDS: Final = 60.0
 EPOCH_SECONDS: Final = 600.0
 TURN: Final = 64  # records of one producer per turn
+RING_TURN: Final = 256  # records of one ring per turn
+LOOK_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 0.25
 REFUSED: Final = "refused: the log could not be written"
 
 _log = logging.getLogger("auditd")
@@ -61,6 +69,10 @@ class GroupCommit:
         self._waiting: list[_Request] = []
         self._refused: dict[str, int] = {}
         self._paced: asyncio.TimerHandle | None = None
+        self._rings: dict[str, Drain] = {}
+        self._full: dict[str, Drain] = {}
+        """The rings that may hold records, by chain."""
+        self._healthy = True
         self._closing = False
         self._dirty = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -74,8 +86,64 @@ class GroupCommit:
         """Start syncing, anchoring and checkpoints."""
         loop = asyncio.get_running_loop()
         self._to_anchor.set()  # there may be files to retire
-        for name, work in (("sync", self._sync), ("anchor", self._anchor), ("checkpoint", self._checkpoint)):
+        works = {"sync": self._sync, "anchor": self._anchor, "checkpoint": self._checkpoint, "look": self._look}
+        for name, work in works.items():
             self._tasks.append(loop.create_task(work(), name=f"audit-{name}"))
+
+    def recovered(self, chain: str) -> int:
+        """Return the last sequence number of a chain when this auditd opened the log, 0 if it was not open."""
+        return self._log.found.get(chain, 0)
+
+    def filled(self, ring: Drain) -> None:
+        """Write the records of `ring` soon."""
+        self._full[ring.sandbox] = ring
+        self._schedule()
+
+    def add_ring(self, ring: Drain, generation: int) -> None:
+        """Take records of the worker `generation` from `ring`, after all records of an earlier worker.
+
+        Raises:
+            RequestError: `unavailable`: records of an earlier worker cannot be written now. The ring was closed.
+        """
+        self._rings[ring.sandbox] = ring
+        ring.start()
+        if ring.generation != generation:
+            try:
+                self._empty(ring)
+            except RequestError:
+                self._drop(ring)
+                raise
+            ring.renew(generation)
+        ring.open(is_open=self._healthy and not self._always)
+
+    def remove_ring(self, sandbox: str) -> None:
+        """Write the records that are left in a sandbox's ring, and close it.
+
+        Raises:
+            RequestError: `unavailable`: they cannot be written now. The ring is unchanged.
+        """
+        if (ring := self._rings.get(sandbox)) is not None:
+            self._empty(ring)
+            self._drop(ring)
+
+    def _empty(self, ring: Drain) -> None:
+        ring.look()
+        closing, self._closing = self._closing, True  # no budgets
+        try:
+            for _ in range(ROOM // RING_TURN):
+                if ring.sandbox not in self._full:
+                    return
+                self._flush()
+                if not self._healthy:
+                    break
+            raise _unavailable("records are left in a ring")
+        finally:
+            self._closing = closing
+
+    def _drop(self, ring: Drain) -> None:
+        del self._rings[ring.sandbox]
+        self._full.pop(ring.sandbox, None)
+        ring.close()
 
     async def submit(self, producer: object, entries: Iterable[ChainEntry], *, durable: bool) -> list[int]:
         """Write all of `entries`, or none; return their sequence numbers.
@@ -90,7 +158,11 @@ class GroupCommit:
         return await request.done
 
     async def close_chain(self, sandbox: str) -> int:
-        """End a sandbox's chain, after all its waiting records are written."""
+        """End a sandbox's chain, after all its waiting records are written, and close its ring.
+
+        Return the chain's last sequence number, 0 if there is no chain.
+        """
+        self.remove_ring(sandbox)
         self._closing = True  # no budgets in this last turn
         try:
             while self._queues:
@@ -98,6 +170,8 @@ class GroupCommit:
         finally:
             self._closing = False
         self._pace.forget(sandbox)
+        if sandbox not in self._log.heads:
+            return 0
         try:
             seq = self._log.close_chain(sandbox)
         except LogUnwritable as error:
@@ -120,6 +194,9 @@ class GroupCommit:
 
     async def close(self) -> None:
         """Write the waiting records, and sign the orderly end."""
+        for sandbox in list(self._rings):
+            with contextlib.suppress(RequestError):  # what is left stays in the ring, for the next auditd
+                self.remove_ring(sandbox)
         self._closing = True
         while self._queues:
             self._flush()
@@ -137,29 +214,47 @@ class GroupCommit:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Write one turn of every queue."""
+        """Write one turn of every ring and every queue."""
         self._scheduled = False
-        requests = self._take()
-        if self._queues:
+        self._write_turn()
+        if self._queues or self._full:
             self._schedule_next()
-        if not requests:
+
+    def _write_turn(self) -> None:
+        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since > STALL_SECONDS:
+            self._refuse(self._take(), "sync stalled")
             return
-        stalled = self._unsynced_since is not None and time.monotonic() - self._unsynced_since > STALL_SECONDS
-        if stalled:
-            self._refuse(requests, "sync stalled")
+        drawn = self._draw()
+        requests = self._take()
+        if not requests and not drawn:
             return
         gaps = [gap_entry(chain, REFUSED, count) for chain, count in self._refused.items()]
+        entries = [*gaps, *(entry for _, some in drawn for entry in some)]
+        place = len(entries)
+        entries += [entry for request in requests for entry in request.entries]
+
+        def begin(seqs: Sequence[int]) -> None:
+            at = len(gaps)
+            for ring, some in drawn:
+                ring.begin(seqs[at], len(some))
+                at += len(some)
+
         try:
-            seqs = self._log.append([*gaps, *(entry for request in requests for entry in request.entries)])
+            seqs = self._log.append(entries, begin)
         except LogUnwritable as error:
+            for ring, _ in drawn:
+                ring.undo()
+                self._full[ring.sandbox] = ring
             self._refuse(requests, str(error))
             return
+        for ring, _ in drawn:
+            ring.settle()
+        self._set_health(healthy=True)
         for chain, size in self._log.grown.items():
             self._pace.charge(chain, size)
         if gaps:
             _log.warning("the log can be written again; %d records were refused before", sum(self._refused.values()))
             self._refused.clear()
-        place = len(gaps)
         for request in requests:
             request.seqs = seqs[place : place + len(request.entries)]
             place += len(request.entries)
@@ -167,11 +262,41 @@ class GroupCommit:
         _resolve(request for request in requests if not request.durable)
         self._touched()
 
+    def _draw(self) -> list[tuple[Drain, list[ChainEntry]]]:
+        """Take one turn of every ring that may hold records and has a budget."""
+        drawn: list[tuple[Drain, list[ChainEntry]]] = []
+        for chain, ring in list(self._full.items()):
+            if not self._closing and self._pace.wait(chain) > 0:
+                continue
+            some = ring.take(RING_TURN)
+            if some:
+                drawn.append((ring, some))
+            if len(some) < RING_TURN:
+                del self._full[chain]
+                ring.linger()
+        return drawn
+
+    def _set_health(self, *, healthy: bool) -> None:
+        """Open all rings, or close them while the log cannot be written."""
+        if healthy is self._healthy:
+            return
+        self._healthy = healthy
+        for ring in self._rings.values():
+            ring.open(is_open=healthy and not self._always)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for ring in self._rings.values():
+                ring.look()
+
     def _schedule_next(self) -> None:
         """Schedule the next turn: at once, or when the first waiting chain has budget again."""
         if self._closing:
             return
-        wait = min(self._pace.wait(queue[0].entries[0].chain) for queue in self._queues.values())
+        queues = [self._pace.wait(queue[0].entries[0].chain) for queue in self._queues.values()]
+        rings = [max(self._pace.wait(chain), 0 if self._healthy else RETRY_SECONDS) for chain in self._full]
+        wait = min(*queues, *rings, LOOK_SECONDS)
         if wait <= 0:
             self._schedule()
         elif self._paced is None:
@@ -201,6 +326,7 @@ class GroupCommit:
             self._urgent.set()
 
     def _refuse(self, requests: list[_Request], why: str) -> None:
+        self._set_health(healthy=False)
         if not self._refused:
             _log.error("the log refuses records until it can be written again: %s", why)
         for request in requests:

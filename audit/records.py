@@ -45,6 +45,8 @@ class Decision(StrEnum):
     INFO = "info"
 
 
+_DECISIONS: Mapping[str, str] = {decision.value: decision.value for decision in Decision}
+
 TEXTS: Mapping[str, int] = {
     # the decision and its rule
     "rule": 256,
@@ -140,6 +142,12 @@ def bounded(fields: Mapping[str, object]) -> Fields:
     """
     out: Fields = {}
     for name, value in fields.items():
+        if type(value) is str and len(value) <= TEXTS.get(name, -1) and name != "path":
+            out[name] = value
+            continue
+        if type(value) is int and -MAX_INTEGER <= value <= MAX_INTEGER and name in INTEGERS:
+            out[name] = value
+            continue
         if value is None:
             continue
         if isinstance(value, bytes):
@@ -173,13 +181,13 @@ def check_decision(decision: str) -> str:
         RecordError: it is not a `Decision`.
     """
     try:
-        return Decision(decision).value
-    except ValueError:
+        return _DECISIONS[decision]
+    except (KeyError, TypeError):
         raise RecordError(f"unknown decision {str(decision)[:64]!r}") from None
 
 
 def _text(out: Fields, name: str, value: str, limit: int) -> None:
-    if name == "path":
+    if name == "path" and ("?" in value or "#" in value):
         value = re.split("[?#]", value, maxsplit=1)[0]
     if len(value) > limit:
         out[f"{name}_sha256"] = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()

@@ -64,6 +64,9 @@ class Descriptors:
     guard: int
     ingress: int
     ledger: int
+    ring: int
+    cursor: int
+    wake: int
     errors: int
     """Becomes standard error, in place of the zygote's."""
 

@@ -25,6 +25,7 @@ import uvloop
 
 import wire
 from audit.client import AuditClient, AuditUnavailable
+from audit.shared_ring import map_ring
 from gateway import confine
 from gateway.accept import Acceptor
 from gateway.budget import RULE, Budget
@@ -67,7 +68,7 @@ class Worker:
         self._configuring = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._registry = FlowRegistry()
-        self._audit = AuditClient.from_fd(fds.audit)
+        self._audit = AuditClient.from_fd(fds.audit, ring=map_ring(fds.ring, fds.cursor, fds.wake))
         state = self._state = WorkerState(Guard(fds.guard), VaultClient.from_fd(fds.vault, self._revoked))
         control = socket.socket(fileno=fds.control)
         served = handler(worker.CONTROL, self._handle)

@@ -1,7 +1,9 @@
 """hostd's part of the audit log: it ends the chains of removed sandboxes, and keeps anchors.
 
-- Only hostd ends chains. A round compares the open chains with the sandboxes that exist. If a round failed (auditd
-  was down, a launch failed, hostd was killed), the next round does its work, so no state must be kept.
+- Only hostd ends chains. A round compares the open chains and the rings with the sandboxes that exist. If a round
+  failed (auditd was down, a launch failed, hostd was killed), the next round does its work, so no state must be kept.
+- hostd removes the ring of a sandbox after auditd has ended its chain. auditd writes what is left in the ring before,
+  also if that auditd is a new process.
 - Each round appends an anchor, auditd's statement of the log's state, to a file that only root can write. `sallyport
   audit verify` compares the log with it, so auditd cannot alter the anchored part unnoticed.
 - The anchors take two files of at most `MAX_BYTES` each. The first anchor of a file has the heads of all open chains,
@@ -22,8 +24,10 @@ from runtimes.alarms import Breach
 from runtimes.daemons import Daemons
 from runtimes.process.bounded_log import BoundedLog
 from runtimes.process.finish import finished
+from runtimes.rings import Rings
 from wire import anchors
-from wire.api.auditd import CONTROL_CHAIN, Anchor, CloseSandbox, Heads
+from wire.api.auditd import CONTROL_CHAIN, Anchor, AttachRing, CloseSandbox, Heads
+from wire.ids import MOST_GENERATION
 
 MAX_BYTES: Final = 8 * 1024 * 1024
 _ROUND_SECONDS = 10.0
@@ -39,12 +43,14 @@ class Chains:
     def __init__(
         self,
         daemons: Daemons,
+        rings: Rings,
         path: Path,
         known: Callable[[], Container[str]],
         report: Callable[[Breach], None],
     ) -> None:
         """Keep anchors in `path`; `known` returns the sandboxes that exist, `report` raises an alarm."""
         self._daemons = daemons
+        self._rings = rings
         self._kept = BoundedLog(path, MAX_BYTES)
         self._known = known
         self._report = report
@@ -88,9 +94,10 @@ class Chains:
             auditd = self._daemons.client("auditd")
             anchor = await auditd.ask(Heads(), timeout=_CALL_SECONDS)
             await self._keep(anchor)
-            gone = [chain for chain in anchor.heads if chain != CONTROL_CHAIN and chain not in self._known()]
-            for chain in gone:
-                await auditd.ask(CloseSandbox(chain), timeout=_CALL_SECONDS)
+            known = self._known()
+            gone = {chain for chain in (*anchor.heads, *self._rings.names()) if chain not in known} - {CONTROL_CHAIN}
+            for chain in sorted(gone):
+                await self._end(auditd, chain)
         except (OSError, ValueError, wire.RemoteError) as error:
             if self._done:
                 _log.warning("the audit log is not anchored, or a chain not ended: %s", error or type(error).__name__)
@@ -98,6 +105,17 @@ class Chains:
             return False
         self._done = True
         return True
+
+    async def _end(self, auditd: wire.Client, chain: str) -> None:
+        """Let auditd write what is left in the ring of a removed sandbox, end its chain, and remove the ring."""
+        if self._rings.complete(chain):
+            ring = self._rings.open(chain)
+            try:
+                await auditd.ask(AttachRing(chain, MOST_GENERATION), fds=ring.for_auditd, timeout=_CALL_SECONDS)
+            finally:
+                ring.close()
+        await auditd.ask(CloseSandbox(chain), timeout=_CALL_SECONDS)
+        self._rings.remove(chain)
 
     async def _keep(self, anchor: Anchor) -> None:
         if self._last is None:

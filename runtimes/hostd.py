@@ -52,6 +52,7 @@ from runtimes.process.owned_files import OwnedFiles
 from runtimes.process.supervisor import NotReady
 from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
 from runtimes.records import RecordStore
+from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
 from wire import serving
@@ -213,13 +214,14 @@ class Host:
         leftovers = Leftovers(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
         fit = await adopt_or_remove(self._run, uids, docker, leftovers)
         self._adopted = len(fit)
+        rings = Rings(self._run / "rings")
         self._sandboxes = Sandboxes(
-            config, self._operator, docker, self._daemons, self._guard, self._cgroups, self._records
+            config, self._operator, docker, self._daemons, self._guard, self._cgroups, self._records, rings
         )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
         self._sandboxes.document_changed()  # it may have changed since their records
-        self._chains = Chains(self._daemons, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.report)
+        self._chains = Chains(self._daemons, rings, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.report)
         self._sandboxes.gone = self._chains.wake
         self._chains.start()
         self._cpu_weight = CpuWeight(Processor(self._cgroups), self._sandboxes.computing)

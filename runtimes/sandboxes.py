@@ -46,6 +46,7 @@ from runtimes.process.cpu_weight import Computing
 from runtimes.process.finish import ShieldedTasks, both, finished, taken
 from runtimes.process.liveness import within
 from runtimes.records import RecordStore, SandboxRecord
+from runtimes.rings import Rings
 from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
@@ -75,6 +76,7 @@ class Sandboxes:
         guard: NetGuard,
         cgroups: Cgroups,
         records: RecordStore,
+        rings: Rings,
     ) -> None:
         self._config = config
         self._operator = operator
@@ -87,6 +89,7 @@ class Sandboxes:
         self._limits = GroupLimits()
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
+        self._rings = rings
         self._known: dict[str, HostSandbox] = {}
         self._launching = asyncio.Semaphore(config.launch_concurrency)
         self._endings = ShieldedTasks()
@@ -190,6 +193,7 @@ class Sandboxes:
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
+        self._rings.create(spec.sandbox)
         await self._daemons.available(_PATIENCE_SECONDS)  # a daemon that died is usually back earlier
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
@@ -231,6 +235,7 @@ class Sandboxes:
                 identity,
                 sandbox.ingress,
                 ledger,
+                self._rings.open(sandbox.id),
                 self._daemons,
                 self._guard,
                 self._cgroups,

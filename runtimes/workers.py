@@ -1,6 +1,6 @@
 """One gateway worker: spawned with its channels, configured before it accepts a flow, observed by a pidfd.
 
-- The order is fixed: audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
+- The order is fixed: ring, audit and vault channels and cgroup, fork, configuration. A step that fails ends the child.
 - If auditd or vaultd is a new process, the worker gets a new channel and continues. It then sends the records that it
   has queued. If a daemon ends before it has the channel, no worker is ended: the worker refuses everything that needs
   the daemon, and requests a channel again.
@@ -34,6 +34,7 @@ from runtimes.process.cgroups import Cgroups, GroupLimits
 from runtimes.process.finish import both, finished, together
 from runtimes.process.liveness import within
 from runtimes.process.output import WORKER, Output, pipe
+from runtimes.rings import RingFiles
 from wire.api import auditd, vaultd, worker
 from wire.api.zygote import Fork
 from wire.frames import close_all
@@ -79,9 +80,13 @@ class WorkerProcess:
         daemons: Daemons,
         cgroups: Cgroups,
         ledger: int,
+        ring: RingFiles,
         output: Output,
     ) -> None:
-        """Observe process `pid`, which writes `output`. `ledger` is read for progress; the caller still owns it."""
+        """Observe process `pid`, which writes `output`, and own `ring`.
+
+        `ledger` is read for progress; the caller still owns it.
+        """
         self.identity = identity
         self.pid = pid
         self.control = control
@@ -89,6 +94,7 @@ class WorkerProcess:
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
         self._ledger = os.dup(ledger)
+        self._ring = ring
         self._output = output
         self._gone = False
         self.reconnects = 0
@@ -125,6 +131,8 @@ class WorkerProcess:
             there, here = map(stack.enter_context, socket.socketpair())
             try:
                 await attach(self._daemons, daemon, there, self.identity)
+                if daemon == "auditd":
+                    await attach_ring(self._daemons, self._ring, self.identity.sandbox, self.identity.generation)
             except OSError as error:  # ConnectionError and TimeoutError are OSErrors
                 raise NotAttached(type(error).__name__) from error
             given = self.control.ask(worker.Rebind(_CHANNELS[daemon]), fds=[here.fileno()], timeout=None)
@@ -166,6 +174,7 @@ class WorkerProcess:
             self._gone = True
             os.close(self._pidfd)
             os.close(self._ledger)
+            self._ring.close()
             self._output.close()
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
@@ -183,25 +192,38 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Wo
     await daemons.attach(daemon, end, requests[daemon])
 
 
+async def attach_ring(daemons: Daemons, ring: RingFiles, sandbox: str, generation: int) -> None:
+    """Let auditd take the records of a sandbox's worker from `ring`.
+
+    Raises:
+        wire.RemoteError, ConnectionError, TimeoutError: it was not accepted.
+    """
+    await daemons.client("auditd").ask(auditd.AttachRing(sandbox, generation), fds=ring.for_auditd)
+
+
 async def spawn_worker(
     identity: WorkerIdentity,
     ingress: socket.socket,
     ledger: int,
+    ring: RingFiles,
     daemons: Daemons,
     guard: NetGuard,
     cgroups: Cgroups,
     limits: GroupLimits,
     ended: Callable[[str], None],
 ) -> WorkerProcess:
-    """Make a worker that refuses everything until it is configured. The caller keeps the ownership of `ledger`.
+    """Make a worker that refuses everything until it is configured.
+
+    The caller keeps the ownership of `ledger`. `ring` belongs to the worker that is returned, and is closed otherwise.
 
     `ended` gets the name of the daemon to which the worker has no channel any more, as the worker reports.
 
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
     """
-    zygote, parent = daemons.zygote()
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as keep_ring:
+        keep_ring.callback(ring.close)
+        zygote, parent = daemons.zygote()
         # Closed at the end: then only the new owner has each end, so that the owner's death is noticed at once.
         control_here, control_there = map(stack.enter_context, socket.socketpair())
         audit_there, audit_here = map(stack.enter_context, socket.socketpair())
@@ -218,18 +240,23 @@ async def spawn_worker(
             group, _ = await both(
                 asyncio.to_thread(cgroups.create, identity.cgroup, limits),
                 together(
-                    attach(daemons, "auditd", audit_there, identity), attach(daemons, "vaultd", vault_there, identity)
+                    attach(daemons, "auditd", audit_there, identity),
+                    attach(daemons, "vaultd", vault_there, identity),
+                    attach_ring(daemons, ring, identity.sandbox, identity.generation),
                 ),
             )
             fork = Fork(
                 identity.sandbox, identity.generation, identity.uid, identity.uid, tuple(str(path) for path in group)
             )
-            given = (control_there, audit_here, vault_here, netns_fd, guard.pidfd, ingress, ledger, errors)
+            channels = (control_there, audit_here, vault_here)
+            given = (*channels, netns_fd, guard.pidfd, ingress, ledger, *ring.for_worker, errors)
             fds = [one.fileno() if isinstance(one, socket.socket) else one for one in given]
             forked = await zygote.ask(fork, fds=fds, timeout=_SPAWN_SECONDS)
             control.start()
             pid = _child(forked.pid, parent)
-            return WorkerProcess(identity, pid, control, daemons, cgroups, ledger, output)
+            spawned = WorkerProcess(identity, pid, control, daemons, cgroups, ledger, ring, output)
+            keep_ring.pop_all()
+            return spawned
         except BaseException:
             output.close()
             await control.close()

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -106,6 +107,8 @@ class Log:
         self._since: dict[str, int] = {}
         self._suspect: str | None = None
         self.heads: dict[str, ChainHead] = {}
+        self.found: Mapping[str, int] = {}
+        """The last sequence number of each chain that was open when this writer opened the log."""
         self.grown: Mapping[str, int] = {}
         """Bytes by chain that the last `append` wrote."""
         self.log = ZERO
@@ -163,22 +166,28 @@ class Log:
         """The newest file's number and size. The pair grows with every append."""
         return self._number, self._size
 
-    def append(self, entries: Sequence[ChainEntry]) -> list[int]:
+    def append(
+        self, entries: Sequence[ChainEntry], before: Callable[[Sequence[int]], None] = lambda _seqs: None
+    ) -> list[int]:
         """Write `entries` in order; return their sequence numbers.
+
+        Args:
+            before: called with the sequence numbers immediately before the write. No other line is written between
+                this call and the entries.
 
         Raises:
             LogUnwritable: none of the entries was written.
         """
         self._make_ready()
         batch = self._batch()
-        seqs: list[int] = []
-        for entry in entries:
-            seqs.append(batch.add(entry))
-            since = batch.since.get(entry.chain, self._since.get(entry.chain, 0)) + 1
+        seqs = [batch.add(entry) for entry in entries]
+        for chain, count in Counter(entry.chain for entry in entries).items():
+            since = self._since.get(chain, 0) + count
             if since >= CHECKPOINT_RECORDS:
-                batch.checkpoint(entry.chain, {"log": batch.log})
+                batch.checkpoint(chain, {"log": batch.log})
                 since = 0
-            batch.since[entry.chain] = since
+            batch.since[chain] = since
+        before(seqs)
         self._write(batch)
         self.grown = batch.grown
         return seqs
@@ -406,6 +415,7 @@ class Log:
         os.fdatasync(self._fd)
         self._number, self._size = newest, found.offset
         self.heads, self.log, self.last_ts = dict(found.heads), found.log, found.last_ts
+        self.found = {chain: head.seq for chain, head in found.heads.items()}
         # Lines may follow from here on, so the mark of an orderly shutdown is withdrawn.
         self._write_anchor(self._mark_here(), clean=False)
         if found.offset == 0:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -180,3 +181,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def log_copy(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def run(*command: str | Path) -> None:
+    """Run a program that must succeed."""
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk)
+    yield disk
+    run("umount", "-l", disk)

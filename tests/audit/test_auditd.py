@@ -23,7 +23,7 @@ from audit.ring import Ring, read_ring
 from audit.shares import Retention
 from audit.sinks.file import Log, sync
 from audit.verifier import Verifier
-from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, retired, verify
+from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, retired, run, verify
 from wire import Client, Code, RemoteError
 from wire.api.auditd import MOST_RECORDS, Accepted, CloseSandbox, Entry, Record, Records
 
@@ -518,30 +518,17 @@ async def test_sync_always_and_durable_answer_too(tmp_path: Path, new_auditd: Ne
     assert auditd.verify().findings == []
 
 
-def _run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk)
-    yield disk
-    _run("umount", "-l", disk)
-
-
 @pytest.fixture
 def ext4_disk(tmp_path: Path) -> Iterator[Path]:
     disk, image = tmp_path / "disk", tmp_path / "image"
     disk.mkdir()
     image.write_bytes(b"")
     os.truncate(image, 32 << 20)
-    _run("mkfs.ext4", "-q", image)
-    _run("mount", "-o", "loop", image, disk)
+    run("mkfs.ext4", "-q", image)
+    run("mount", "-o", "loop", image, disk)
     yield disk
     subprocess.run(["fsfreeze", "-u", disk], check=False, capture_output=True, timeout=30)
-    _run("umount", "-l", disk)
+    run("umount", "-l", disk)
 
 
 @pytest.mark.system
@@ -610,11 +597,11 @@ async def test_a_disk_that_hangs_means_no_answer_and_recovers_by_itself(ext4_dis
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A, timeout=2)
     await client.accept("dns", "allow", durable=True, host="before.example")
-    await asyncio.to_thread(_run, "fsfreeze", "-f", ext4_disk)
+    await asyncio.to_thread(run, "fsfreeze", "-f", ext4_disk)
     for durable in (False, True):
         with pytest.raises(AuditUnavailable):
             await client.accept("dns", "allow", durable=durable, host="frozen.example")
-    await asyncio.to_thread(_run, "fsfreeze", "-u", ext4_disk)
+    await asyncio.to_thread(run, "fsfreeze", "-u", ext4_disk)
     async with asyncio.timeout(60):
         while True:
             try:
@@ -633,7 +620,7 @@ async def test_a_file_system_that_went_read_only_refuses_records(ext4_disk: Path
     auditd = await new_auditd(ext4_disk).start()
     client = await auditd.attach(A)
     await client.accept("dns", "allow", durable=True, host="before.example")
-    await asyncio.to_thread(_run, "mount", "-o", "remount,abort", ext4_disk)
+    await asyncio.to_thread(run, "mount", "-o", "remount,abort", ext4_disk)
     for durable in (False, True, False):
         with pytest.raises(AuditUnavailable):
             await client.accept("dns", "allow", durable=durable, host="refused.example")

@@ -9,7 +9,7 @@ from gateway.config import WorkerConstants
 from gateway.spawn import Descriptors, Order
 from gateway.zygote import constants, order
 from wire import Code, RequestError
-from wire.api.zygote import OPERATIONS, Fork, Prepare
+from wire.api.zygote import DESCRIPTORS, OPERATIONS, Fork, Prepare
 
 REQUEST: dict[str, Any] = {
     "sandbox": "sbx-1",
@@ -19,7 +19,7 @@ REQUEST: dict[str, Any] = {
     "cgroup": ["/sys/fs/cgroup/x"],
 }
 FORK = Fork("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",))
-FDS = [10, 11, 12, 13, 14, 15, 16, 17]
+FDS = list(range(3, 3 + DESCRIPTORS))
 CONSTANTS = WorkerConstants("pem", (), IPv4Address("192.0.2.2"))
 
 

@@ -69,7 +69,7 @@ async def _zygote() -> None:
             if not prepared:
                 raise wire.RequestError(wire.Code.UNAVAILABLE, "fork comes after prepare")
             if len(fds) != zygote.DESCRIPTORS:
-                raise wire.RequestError(wire.Code.INVALID, "fork takes 8 descriptors")
+                raise wire.RequestError(wire.Code.INVALID, f"fork takes {zygote.DESCRIPTORS} descriptors")
             order = {**parameters(request), "fds": fds}
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.runtimes.standin", "worker", json.dumps(order), pass_fds=fds
@@ -107,7 +107,7 @@ def _gateway_listener(netns_fd: int) -> socket.socket:
 async def _worker(order: dict[str, Any]) -> None:
     for directory in order["cgroup"]:
         Path(directory, "cgroup.procs").write_text(str(os.getpid()))
-    control_fd, _audit, _vault, netns_fd, _guard, _ingress, _ledger, _errors = order["fds"]
+    control_fd, _audit, _vault, netns_fd, *_others = order["fds"]
     listener = _gateway_listener(netns_fd)
     os.close(netns_fd)
     os.setgroups([])

@@ -17,6 +17,7 @@ from runtimes.alarms import Breach
 from runtimes.chains import Chains
 from runtimes.process import bounded_log
 from runtimes.process.bounded_log import BoundedLog
+from runtimes.rings import Rings
 from tests.audit.conftest import A, Auditd, B
 from wire import Client, codec
 from wire.api.auditd import Anchor
@@ -30,11 +31,12 @@ class Host:
         self.sandboxes: set[str] = set()
         self.alarms: list[str] = []
         self.anchors = directory / "anchors.jsonl"
+        self.rings = Rings(directory / "rings")
         self.chains = self.again()
 
     def again(self) -> Chains:
         """A hostd that was killed and started again."""
-        self.chains = Chains(self, self.anchors, lambda: self.sandboxes, self._tell)  # type: ignore[arg-type]
+        self.chains = Chains(self, self.rings, self.anchors, lambda: self.sandboxes, self._tell)  # type: ignore[arg-type]
         return self.chains
 
     def client(self, name: str) -> Client:

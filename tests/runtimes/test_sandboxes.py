@@ -10,6 +10,7 @@ import wire
 from runtimes.operator import Operator
 from runtimes.process.cgroups import Cgroups, Hierarchies
 from runtimes.records import RecordStore
+from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import HostConfig
 from tests.runtimes.test_spec import host_config, launch_of
@@ -66,7 +67,14 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
     beyond: Any = NoContainers()
     groups = Cgroups(str(tmp_path), Hierarchies(2, (tmp_path / "groups",)))
     sandboxes = Sandboxes(
-        config, Operator(config, compiler, "roots"), beyond, compiler, beyond, groups, RecordStore(tmp_path / "records")
+        config,
+        Operator(config, compiler, "roots"),
+        beyond,
+        compiler,
+        beyond,
+        groups,
+        RecordStore(tmp_path / "records"),
+        Rings(tmp_path / "rings"),
     )
     specs = [launch_of(sandbox=f"sbx-{number}") for number in range(6)]
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]

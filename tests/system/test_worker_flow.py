@@ -37,9 +37,11 @@ from policy.names import HostPattern
 from policy.rules import Action, DnsSettings, Endpoint, Limits, Precedence, Rule, RuleList
 from runtimes.net.nft import render_gateway
 from runtimes.net.plan import PLAN
+from runtimes.rings import RingFiles, Rings
 from testbed.internet import whole_lines
 from testbed.namespaces import make as make_namespace
 from testbed.namespaces import remove as remove_namespace
+from tests import ring_state
 from tests.stacks import INTERNET
 from vault import keyring
 from wire import bind_unix, frames
@@ -207,6 +209,8 @@ class Rig:
     roots: str
     errors: int
     generation: int = 0
+    ring: RingFiles | None = None
+    """That of the present worker."""
 
     @property
     def constants(self) -> zapi.Prepare:
@@ -218,6 +222,8 @@ class Rig:
         return f"sbx-{self.generation:08x}{os.getpid():016x}"
 
     def records(self) -> list[dict[str, Any]]:
+        if self.ring is not None:
+            ring_state.drained(self.ring)
         lines = []
         for path in sorted(self.audit_directory.rglob("*.jsonl")):
             lines += whole_lines(path)
@@ -235,6 +241,7 @@ class Gate:
     ingress: Path
     root: str
     ledger: int
+    ring: RingFiles
 
     def configure(self, rules: CompiledPolicy) -> str:
         return self.give(json.dumps(rules.to_json()))
@@ -454,6 +461,10 @@ def worker(rig: Rig, directory: Path, uid: int = UID, **constants: Any) -> Itera
     opened = rig.vaultd.ask(vapi.OpenSandbox(rig.sandbox, "l-1", grants))
     rig.vaultd.ask(vapi.Attach(rig.sandbox, rig.generation), vault.fileno())
     rig.auditd.call("attach", (audit.fileno(),), sandbox=rig.sandbox, generation=rig.generation, producer="gateway")
+    rings = Rings(directory / f"rings-{rig.generation}")
+    rings.create(rig.sandbox)
+    ring = rings.open(rig.sandbox)
+    rig.auditd.call("attach_ring", ring.for_auditd, sandbox=rig.sandbox, generation=rig.generation)
     namespace = os.open(f"/run/netns/{PREFIX}-gw", os.O_RDONLY)
     guard_read, guard_write = os.pipe()
     path = directory / f"ingress-{rig.generation}.sock"
@@ -462,19 +473,23 @@ def worker(rig: Rig, directory: Path, uid: int = UID, **constants: Any) -> Itera
         listener.listen(16)
         ledger = os.memfd_create("ledger")
         os.ftruncate(ledger, 4096)
-        fds = (control_child, audit_child, vault_child, namespace, guard_read, listener, ledger, rig.errors)
+        channels = (control_child, audit_child, vault_child)
+        fds = (*channels, namespace, guard_read, listener, ledger, *ring.for_worker, rig.errors)
         fork = zapi.Fork(rig.sandbox, rig.generation, uid, uid, ())
         forked = rig.zygote.ask(fork, *(item if isinstance(item, int) else item.fileno() for item in fds))
     for item in (control_child, audit_child, vault_child, audit, vault):
         item.close()
     os.close(namespace)
     os.close(guard_read)
-    gate = Gate(rig, forked.pid, channel(control), guard_write, path, opened.root_pem, ledger)
+    gate = Gate(rig, forked.pid, channel(control), guard_write, path, opened.root_pem, ledger, ring)
+    rig.ring = ring
     try:
         yield gate
     finally:
+        rig.ring = None
         control.close()
         os.close(ledger)
+        ring.close()
         with contextlib.suppress(OSError):
             os.close(guard_write)
         notice = rig.zygote.notice()
@@ -951,6 +966,7 @@ def test_without_the_audit_log_nothing_passes(rig: Rig, tmp_path: Path) -> None:
         gate.control.ask(wapi.Rebind(wapi.ChannelName.AUDIT), theirs.fileno())
         theirs.close()
         ours.close()
+        ring_state.close(gate.ring)
         with gate.dial() as client:
             client.sendall(hello("good.example.com"))
             assert bytes((21, 3, 3, 0, 2, 2, 49)) == ended(client)
@@ -965,6 +981,7 @@ def test_a_denial_answered_without_the_log_is_recorded_once_it_is_back(rig: Rig,
         gate.control.ask(wapi.Rebind(wapi.ChannelName.AUDIT), theirs.fileno())
         theirs.close()
         ours.close()
+        ring_state.close(gate.ring)
         with gate.dial() as client:
             client.sendall(hello("bad.example.com"))
             assert bytes((21, 3, 3, 0, 2, 2, 112)) == ended(client)

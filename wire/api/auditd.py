@@ -1,4 +1,7 @@
-"""What auditd is asked, on its socket (`CONTROL`) and on the channel of a producer (`CHANNEL`)."""
+"""What auditd is asked, on its socket (`CONTROL`) and on the channel of a producer (`CHANNEL`).
+
+A gateway also has a ring (`AttachRing`), two files that hostd makes: `audit.shared_ring` says what they hold.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +19,12 @@ MOST_RECORDS: Final = 128
 CONTROL_CHAIN: Final = "control"
 """The chain of the records that belong to no sandbox; no sandbox has this id."""
 ANCHOR_VERSION: Final = 1
+RING_BYTES: Final = 4096 + 256 * 1024
+"""The size of a ring's file."""
+CURSOR_BYTES: Final = 4096
+"""The size of the file that holds a ring's cursor."""
+RING_DESCRIPTORS: Final = 3
+"""That come with an `AttachRing`: ring and cursor, both for reading and writing, and the eventfd of its wake-ups."""
 _MOST_TIME = 64
 
 
@@ -78,8 +87,24 @@ class Attach(Request[Done]):
 
 
 @dataclass(frozen=True, slots=True)
+class AttachRing(Request[Done]):
+    """Take records of a sandbox's gateway from a ring.
+
+    Records of an earlier generation that are still in the ring are written first. The ring of a new generation is
+    empty, so its worker must not exist yet.
+    """
+
+    sandbox: str
+    generation: int
+
+    def __post_init__(self) -> None:
+        _check_chain(self.sandbox)
+        check_generation(self.generation)
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSandbox(Request[Accepted]):
-    """End the chain of a sandbox and its channels."""
+    """End the chain of a sandbox, its channels and its ring. Records that are still in the ring are written first."""
 
     sandbox: str
 
@@ -147,4 +172,4 @@ def _check_chain(sandbox: str) -> None:
 
 
 CHANNEL: Final = Operations(Record, Records)
-CONTROL: Final = Operations(Record, Records, Attach, CloseSandbox, Heads)
+CONTROL: Final = Operations(Record, Records, Attach, AttachRing, CloseSandbox, Heads)

@@ -7,7 +7,7 @@ from typing import Final
 from wire.ids import check_generation, check_sandbox
 from wire.operations import Done, Notification, Operations, Request
 
-DESCRIPTORS: Final = 8
+DESCRIPTORS: Final = 11
 """That come with a `Fork`; `gateway.spawn.Descriptors` has their order."""
 _LEAST_UID: Final = 1000
 _MOST_UID: Final = 2**32 - 2
