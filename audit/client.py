@@ -27,6 +27,7 @@ from typing import Final
 
 import msgspec
 
+from audit import line
 from audit.records import Decision, Fields, RecordError, record
 from audit.shared_ring import MAX_RECORD, RingWriter
 from wire import NARROW, Client, RemoteError
@@ -118,28 +119,26 @@ class AuditClient:
             AuditUnavailable: auditd has not confirmed the record; the caller must deny.
             audit.records.RecordError: kind, decision or a field does not exist (a programming error).
         """
-        item = record(kind, decision, **fields)
-        if self._ring is not None and not durable and await self._put(item, self._ring):
-            return 0
-        request = Record(entry(item), durable)
+        if self._ring is not None and not durable:
+            content = line.content(kind, decision, fields) or encoded(record(kind, decision, **fields))
+            if self._ring.put(content) or await self._room(kind, content, self._ring):
+                return 0
+        request = Record(entry(record(kind, decision, **fields)), durable)
         try:
             return (await self._client.ask(request, timeout=self._timeout)).seq
         except (RemoteError, OSError) as error:  # OSError: ConnectionError and TimeoutError
             raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
 
-    async def _put(self, item: Fields, ring: RingWriter) -> bool:
-        """Put a record into the ring, if necessary after a wait for room; False if the ring is closed.
+    async def _room(self, kind: str, content: bytes, ring: RingWriter) -> bool:
+        """Put a record into a ring that had no room; False if the ring is closed.
 
         Raises:
             AuditUnavailable: there is no room in time.
         """
-        content = encoded(item)
-        if ring.put(content):
-            return True
         deadline = asyncio.get_running_loop().time() + self._timeout
         while ring.is_open and len(content) <= MAX_RECORD:
             if asyncio.get_running_loop().time() > deadline:
-                raise AuditUnavailable(f"{item['kind']} was not recorded: the ring is full")
+                raise AuditUnavailable(f"{kind} was not recorded: the ring is full")
             await asyncio.sleep(_ROOM_SECONDS)
             if ring.put(content):
                 return True
@@ -151,6 +150,10 @@ class AuditClient:
         Raises:
             audit.records.RecordError: as for `accept`.
         """
+        if self._ring is not None and not self._notes and not self._lost:
+            content = line.content(kind, decision, fields)
+            if content is not None and self._ring.put(content):
+                return
         self._queue(record(kind, decision, **fields), 1)
 
     def count(self, kind: str, decision: Decision | str, **fields: object) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from audit.chain import ChainHead
+from audit.producers import WRITABLE
 from audit.records import BOOLEANS, INTEGERS, LISTS, MAX_INTEGER, MAX_ITEMS, TEXTS, Decision
 
 _SET_BY_AUDITD: Final[Mapping[str, Any]] = {
@@ -51,6 +52,24 @@ Line: Any = msgspec.defstruct(
 
 _decode = msgspec.json.Decoder(Line).decode
 _encode = msgspec.json.Encoder().encode
+_convert = msgspec.convert
+
+
+def content(kind: str, decision: str, fields: Mapping[str, object]) -> bytes | None:
+    """Return a gateway's record in the form that it has in a ring; None if it needs the general way.
+
+    Fields with the value None are omitted.
+    """
+    given = {"kind": kind, "decision": decision, **fields}
+    if None in given.values():
+        given = {name: value for name, value in given.items() if value is not None}
+    try:
+        line = _convert(given, Line)
+        if not _is_plain(line, WRITABLE):
+            return None
+        return _encode(line)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
 
 
 def read(content: bytes, kinds: frozenset[str]) -> Any:
@@ -65,16 +84,19 @@ def read(content: bytes, kinds: frozenset[str]) -> Any:
         line = _decode(content)
     except msgspec.MsgspecError:
         return None
+    return line if _is_plain(line, kinds) else None
+
+
+def _is_plain(line: Any, kinds: frozenset[str]) -> bool:
+    """Whether a line has only fields that its producer may set, and needs no truncation."""
     if line.kind not in kinds or line.decision not in _DECISIONS:
-        return None
+        return False
     if not line.chain is line.clock_back is line.prev is line.producer is line.sandbox is line.ts is _UNSET:
-        return None
+        return False
     if not line.generation is line.seq is _UNSET:
-        return None
+        return False
     path = line.path
-    if path is not _UNSET and ("?" in path or "#" in path):
-        return None
-    return line
+    return path is _UNSET or not ("?" in path or "#" in path)
 
 
 def sealed(line: Any, head: ChainHead) -> tuple[bytes, ChainHead]:

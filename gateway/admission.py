@@ -9,8 +9,7 @@ Waiting is measured in elapsed time, not processor time: the client's wait is th
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 MOST: Final = 1024
@@ -35,13 +34,12 @@ class Admission:
             return None
         return max(1, min(_LONGEST, math.ceil(waited)))
 
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Count one admitted request as under way inside this context."""
+    def begin(self) -> int:
+        """Count one admitted request as under way, until `end` is called with the number that is returned."""
         self._next += 1
-        number = self._next
-        self._began[number] = self._clock()
-        try:
-            yield
-        finally:
-            del self._began[number]
+        self._began[self._next] = self._clock()
+        return self._next
+
+    def end(self, number: int) -> None:
+        """Count a request as under way no longer."""
+        del self._began[number]

@@ -86,7 +86,10 @@ class Recorder(Protocol):
     """The audit log of this sandbox."""
 
     async def accept(self, kind: str, decision: str, **fields: object) -> None:
-        """Return when the log has accepted the record. An exception means that the request is refused (503)."""
+        """Return when the log has accepted the record. An exception means that the request is refused (503).
+
+        Fields with the value None are omitted.
+        """
         ...
 
     def note(self, kind: str, decision: str, **fields: object) -> None:

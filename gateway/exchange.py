@@ -29,22 +29,14 @@ lines: the order of one exchange, read from top to bottom.)
 
 import hashlib
 from collections.abc import Set
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
 from gateway import pages
 from gateway.effects import Effects, Over, SecretRefused
 from gateway.inject import inject
-from gateway.response_head import (
-    accepts_websocket,
-    encodings,
-    end_to_end,
-    is_grpc,
-    joined,
-    own_fields,
-    plainly_framed,
-    unsearchable,
-)
+from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
@@ -54,7 +46,8 @@ from gateway.translate import Headers, RequestParts, Translated, translate
 from gateway.verdicts import Answer, Forward, ForwardHead, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
-from policy.injection import render
+from policy.injection import InjectionPlan, render
+from vault.secret import Secret
 
 HTTP2 = 20
 MAX_RECORDED_PATH = 2048
@@ -62,6 +55,15 @@ _KEPT_HEADS = 128
 _MAX_KEPT_HEAD = 4096
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A header with a secret, kept with what it was made of."""
+
+    plan: InjectionPlan
+    value: Secret
+    header: tuple[str, str] = field(repr=False)
 
 
 class Session:
@@ -76,6 +78,10 @@ class Session:
         """Names, in lower case, of the headers that secrets were sent in."""
         self.active: dict[str, Exchange] = {}
         """Allowed requests that are not both sent and answered whole."""
+        self.prepared: dict[str, _Rendered] = {}
+        """The last header of each binding."""
+        self.injected: tuple[Headers, list[tuple[str, str]], Headers] = ((), [], ())
+        """The last headers of a request, without and with secrets."""
         self.over = False
         """Whether the flow was aborted. Set by the engine, which may still finish what was under way."""
         self.where: dict[str, object] = {
@@ -207,8 +213,11 @@ class Exchange:
         over = effects.allowance.request()
         if over is not None:
             return await self._deny_over(parts, translated, over)
-        with effects.admission.under_way():
+        admitted = effects.admission.begin()
+        try:
             headers = await self._permit(parts, translated, decision, route)
+        finally:
+            effects.admission.end(admitted)
         if isinstance(headers, Answer):
             return headers
         if self._decide(translated) != decision:
@@ -268,12 +277,13 @@ class Exchange:
                 value = await effects.secrets.lease(plan, facts)
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
-                if (short := too_short(plan, value)) is not None:
-                    raise SecretRefused(short)
-                rendered.append(render(plan, value.reveal()))
+                rendered.append(self._rendered(plan, value))
                 used = self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
                 await effects.recorder.accept("secret.use", "allow", **used)
-            headers = inject(translated.headers, rendered)
+            before, last, headers = session.injected
+            if before is not translated.headers or last != rendered:
+                headers = inject(translated.headers, rendered)
+                session.injected = translated.headers, rendered, headers
             await session.searched.learn()
             if session.over:
                 raise ConnectionAbortedError
@@ -284,6 +294,22 @@ class Exchange:
             session.deny(allowed.rule, reason)
             return self._answer(parts, 503, pages.failure(503))
         return headers
+
+    def _rendered(self, plan: InjectionPlan, value: Secret) -> tuple[str, str]:
+        """Return the header that carries a secret.
+
+        Raises:
+            SecretRefused, ValueError: it must not be sent.
+        """
+        prepared = self.session.prepared
+        last = prepared.get(plan.binding)
+        if last is not None and last.plan is plan and last.value is value:
+            return last.header
+        if (short := too_short(plan, value)) is not None:
+            raise SecretRefused(short)
+        header = render(plan, value.reveal())
+        prepared[plan.binding] = _Rendered(plan, value, header)
+        return header
 
     def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
         fields = list(headers)
@@ -377,23 +403,27 @@ class Exchange:
         self._status = head.status
         if head.status == 101 and not accepts_websocket(head, self._websocket_key):
             raise RuntimeError("101 without a valid WebSocket handshake")
-        if not plainly_framed(head):
+        read = head_facts(head)
+        if not read.plain:
             raise RuntimeError("a response in a transfer coding other than chunked")
-        reason = await self._unsearchable(head)
+        reason = await self._unsearchable(head, read.unsearchable)
         if reason is not None:
             return self._withhold(reason)
         self.begun = True
         patterns = self.session.searched.patterns
-        self._relayed = (*self._without_secrets(end_to_end(head)), *own_fields(head))
-        buffered = patterns is not None and encodings(self._relayed) not in ([], ["identity"])
+        self._relayed = (*self._without_secrets(read.headers), *read.own)
+        buffered = patterns is not None and read.coded
         self._next({_Stage.HEADED}, _Stage.BUFFERED if buffered else _Stage.STREAMED)
         if patterns is not None and not buffered:
-            by_message = self._http2 and head.http2 and is_grpc(head)
+            by_message = self._http2 and head.http2 and read.grpc
             self._scrubber = MessageScrubber(patterns) if by_message else Scrubber(patterns)
         return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
 
-    async def _unsearchable(self, head: ResponseHead) -> str | None:
-        """Return why the response cannot be searched for secrets; None if it can, or has no need to be."""
+    async def _unsearchable(self, head: ResponseHead, reason: str | None) -> str | None:
+        """Return why the response cannot be searched for secrets; None if it can, or has no need to be.
+
+        `reason` is that of its head.
+        """
         session = self.session
         try:
             await session.searched.learn()
@@ -407,7 +437,7 @@ class Exchange:
             raise RuntimeError("a tunnel to a host that can be sent secrets")
         if not self.scrub and head.status == 206:
             return "a part of a document cannot be searched for secrets"
-        return unsearchable(head) or session.searched.refusal()
+        return reason or session.searched.refusal()
 
     def _withhold(self, reason: str) -> Answer:
         """Answer 502 in place of the server; the rest of its response is discarded."""
@@ -430,8 +460,8 @@ class Exchange:
         self._bytes_down += len(data)
         return data if self._scrubber is None else self._scrubbed(self._scrubber, data)
 
-    def response_end(self) -> bytes:
-        """Return the rest of the response body at its end. Not called if the body is incomplete.
+    def response_end(self, last: bytes = b"") -> bytes:
+        """Take the last chunk; return the rest of the response body. Not called if the body is incomplete.
 
         Raises:
             Exception: the flow must end.
@@ -439,7 +469,8 @@ class Exchange:
         if self._stage is _Stage.WITHHELD:
             return self._take_page()
         self._next({_Stage.STREAMED}, _Stage.COMPLETE)
-        return b"" if self._scrubber is None else self._scrubbed(self._scrubber, b"")
+        self._bytes_down += len(last)
+        return last if self._scrubber is None else self._scrubbed(self._scrubber, last, at_end=True)
 
     def response_whole(self, body: bytes) -> Answer | tuple[Headers, bytes]:
         """Return headers and body of a buffered response.
@@ -457,7 +488,7 @@ class Exchange:
             fields, page = pages.failure(502)
             return Answer(502, tuple(fields), page)
         scrubber = Scrubber(patterns)
-        shown = self._scrubbed(scrubber, decoded) + self._scrubbed(scrubber, b"")
+        shown = self._scrubbed(scrubber, decoded, at_end=True)
         kept = [one for one in self._relayed if one[0].lower() not in _OF_ENCODED_BODY]
         return (*kept, (b"content-length", str(len(shown)).encode("ascii"))), shown
 
@@ -495,20 +526,18 @@ class Exchange:
     def _without_secrets(self, fields: Headers) -> Headers:
         """Headers or trailers with values scrubbed; those with a secret in their name are left out."""
         patterns = self.session.searched.patterns
-        if patterns is None:
+        if patterns is None or not patterns.in_headers(fields):
             return fields
         kept = tuple((name, scrub_header(patterns, value)) for name, value in fields if not patterns.spans(name))
         if kept != fields:
             self.session.searched.match(self.session.where)
         return kept
 
-    def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes) -> bytes:
-        """Scrub a chunk; an empty one is the end of the body."""
+    def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes, *, at_end: bool = False) -> bytes:
+        """Scrub a chunk; `at_end`, the last one."""
         session = self.session
         try:
-            return session.searched.counted(
-                scrubber, lambda: scrubber.feed(data) if data else scrubber.finish(), session.where
-            )
+            return session.searched.counted(scrubber, scrubber.finish if at_end else scrubber.feed, data, session.where)
         except Withheld as error:
             session.deny("scrub", str(error))
             raise
@@ -533,18 +562,17 @@ class Exchange:
 
     def _fields(self, facts: RequestFacts, **more: object) -> dict[str, object]:
         # The log may truncate `path`; `path_sha256` covers the whole path.
-        fields: dict[str, object] = {**self.session.where, "method": facts.method, "path": facts.path}
+        fields: dict[str, object] = {**self.session.where, "method": facts.method, "path": facts.path, **more}
         if len(facts.path) > MAX_RECORDED_PATH:
             fields["path_sha256"] = hashlib.sha256(facts.path.encode()).hexdigest()
             fields["path"] = facts.path[:MAX_RECORDED_PATH]
-        fields.update((name, value) for name, value in more.items() if value is not None)
         return fields
 
     def _outcome(self, status: int | None) -> None:
         effects = self.session.effects
         fields: dict[str, object] = {
             **self.session.where,
-            **{name: value for name, value in _routed(self._route).items() if value is not None},
+            **_routed(self._route),
             "request_id": self.request_id,
             "bytes_up": self._bytes_up,
             "bytes_down": self._bytes_down,

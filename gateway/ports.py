@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from audit.client import AuditClient
 from gateway.budget import Budget
+from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
 from gateway.effects import Recorder, SecretRefused
 from gateway.state import WorkerState
@@ -53,6 +54,7 @@ class PolicyDecider:
         self._state = state
         self._policy: CompiledPolicy | None = None
         self._kept: dict[RequestFacts, AllowRequest | Deny] = {}
+        self._secrets: dict[str, tuple[SecretAt, ...]] = {}
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
         """Judge one request under the policy in force."""
@@ -60,7 +62,7 @@ class PolicyDecider:
         if config is None:
             return Deny("unconfigured", "no policy is active yet")
         if config.policy is not self._policy:
-            self._policy, self._kept = config.policy, {}
+            self._begin(config.policy)
         decision = self._kept.get(facts)
         if decision is None:
             decision = decide_request(config.policy, facts)
@@ -73,7 +75,20 @@ class PolicyDecider:
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         """Every use of a secret that the policy in force can make at a host."""
         config = self._state.config
-        return () if config is None else secrets_to(config.policy, host)
+        if config is None:
+            return ()
+        if config.policy is not self._policy:
+            self._begin(config.policy)
+        found = self._secrets.get(host)
+        if found is None:
+            if len(self._secrets) >= _KEPT:
+                self._secrets.clear()
+            found = self._secrets[host] = secrets_to(config.policy, host)
+        return found
+
+    def _begin(self, policy: CompiledPolicy) -> None:
+        """Forget what another policy said."""
+        self._policy, self._kept, self._secrets = policy, {}, {}
 
 
 class AuditRecorder:
@@ -82,6 +97,18 @@ class AuditRecorder:
     def __init__(self, audit: AuditClient, state: WorkerState) -> None:
         self._audit = audit
         self._state = state
+        self._config: GatewayConfig | None = None
+        self._policy: dict[object, dict[str, Any]] = {}
+
+    def _of_policy(self, rule: object) -> dict[str, Any]:
+        """Return `of_policy`'s fields; they are kept while the configuration is in force."""
+        config = self._state.config
+        if config is not self._config or len(self._policy) >= _KEPT:
+            self._config, self._policy = config, {}
+        found = self._policy.get(rule)
+        if found is None:
+            found = self._policy[rule] = of_policy(config, rule)
+        return found
 
     async def accept(self, kind: str, decision: str, **fields: Any) -> None:
         """Return once the record is accepted.
@@ -89,11 +116,11 @@ class AuditRecorder:
         Raises:
             AuditUnavailable: it was not.
         """
-        await self._audit.accept(kind, decision, **of_policy(self._state.config, fields.get("rule")), **fields)
+        await self._audit.accept(kind, decision, **self._of_policy(fields.get("rule")), **fields)
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
         """Record an outcome, or a denial that waits for nothing, best effort."""
-        policy = {} if decision == "info" else of_policy(self._state.config, fields.get("rule"))
+        policy = {} if decision == "info" else self._of_policy(fields.get("rule"))
         self._audit.note(kind, decision, **policy, **fields)
 
 

@@ -7,17 +7,57 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 
 from gateway.scrub.charsets import searchable
 from gateway.translate import Headers
 from gateway.verdicts import ResponseHead
 
+_KEPT_HEADS = 128
+_MAX_KEPT_HEAD = 4096
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te"}
     | {b"trailer", b"upgrade", b"alt-svc", b"http2-settings"}
 )
 _GRPC = re.compile(r"application/grpc(?:[+; ]|\Z)")
 _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """What the exchange reads from a response head that it relays.
+
+    Attributes:
+        plain: see `plainly_framed`.
+        unsearchable: see `unsearchable`.
+        headers: see `end_to_end`.
+        own: see `own_fields`.
+        coded: the body has a content coding.
+        grpc: see `is_grpc`.
+    """
+
+    plain: bool
+    unsearchable: str | None
+    headers: Headers
+    own: Headers
+    coded: bool
+    grpc: bool
+
+
+def head_facts(head: ResponseHead) -> HeadFacts:
+    """Return the facts of a head. Those of small heads are kept, since servers repeat them."""
+    size = sum([len(name) + len(value) for name, value in head.headers])
+    return _facts_before(head) if size <= _MAX_KEPT_HEAD else _facts(head)
+
+
+def _facts(head: ResponseHead) -> HeadFacts:
+    headers = end_to_end(head)
+    coded = encodings(headers) not in ([], ["identity"])
+    return HeadFacts(plainly_framed(head), unsearchable(head), headers, own_fields(head), coded, is_grpc(head))
+
+
+_facts_before = lru_cache(maxsize=_KEPT_HEADS)(_facts)
 
 
 def accepts_websocket(head: ResponseHead, key: bytes | None) -> bool:

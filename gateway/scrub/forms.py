@@ -60,6 +60,10 @@ for _name, _text in html5.items():
         _NAMES.setdefault(_text, []).append(_name)
 
 type Span = tuple[int, int]
+type Headers = tuple[tuple[bytes, bytes], ...]
+
+_KEPT_CLEAN = 128
+_MAX_CLEAN = 4096
 
 
 def _any_case(digits: str) -> str:
@@ -210,7 +214,10 @@ def _base64_forms(raw: bytes) -> Iterator[_Form]:
 class Patterns:
     """The forms of the values to search for. Its repr shows no value."""
 
-    __slots__ = ("_ascii", "_escape", "_first", "_forms", "_head", "_introducer", "longest")
+    __slots__ = (
+        *("_ascii", "_clean", "_escape", "_first", "_forms", "_head", "_introducer", "_plain", "_signs"),
+        "longest",
+    )
 
     def __init__(self, values: Iterable[str]) -> None:
         """There is at least one value. Values shorter than `MIN_SECRET` characters are refused.
@@ -229,6 +236,8 @@ class Patterns:
             characters |= set(value)
             self.longest = max(self.longest, MAX_ESCAPE * len(raw))
         self._forms = tuple(forms)
+        self._plain = tuple((form, plain) for form in forms for plain in form.plain)
+        self._clean: set[Headers] = set()
         self._ascii = all(character.isascii() for character in characters)
         self._first: dict[int, list[_Form]] = {}
         for form in forms:
@@ -241,13 +250,33 @@ class Patterns:
         self._escape = re.compile(b"|".join((_SOME_WRAP.pattern, escapes, *map(re.escape, sorted(others)))))
         introducers = b"".join(sorted({b"%", b"&", b"\\", b"\n", *([b"+"] if blank else ()), *others}))
         self._introducer = re.compile(b"[" + re.escape(introducers) + b"]")
+        begun = (bytes((octet,)) for octet in b"\0" + introducers)
+        self._signs = (*begun, *(plain for _, plain in self._plain))
+        """A text without any of these has no match."""
         self._head: re.Pattern[bytes] | None = None
 
     def __repr__(self) -> str:
         return f"Patterns({len(self._forms)} hidden)"
 
+    def in_headers(self, headers: Headers) -> bool:
+        """Whether a name or a value of `headers` may hold a match. Headers without one are kept, up to a number."""
+        if headers in self._clean:
+            return False
+        if any(self.spans(name) or self.spans(value) for name, value in headers):
+            return True
+        if sum(len(name) + len(value) for name, value in headers) <= _MAX_CLEAN:
+            if len(self._clean) >= _KEPT_CLEAN:
+                self._clean.clear()
+            self._clean.add(headers)
+        return False
+
     def spans(self, data: bytes) -> list[Span]:
         """Return all matches, also overlapping ones, in no particular order; those of base64 with both neighbours."""
+        for sign in self._signs:
+            if sign in data:
+                break
+        else:
+            return []
         view = _View(data)
         found: list[Span] = []
         for form, start, end in self._matches(view.text):
@@ -260,12 +289,11 @@ class Patterns:
         return found
 
     def _matches(self, text: bytes) -> Iterator[tuple[_Form, int, int]]:
-        for form in self._forms:
-            for plain in form.plain:
-                start = text.find(plain)
-                while start >= 0:
-                    yield form, start, start + len(plain)
-                    start = text.find(plain, start + 1)
+        for form, plain in self._plain:
+            start = text.find(plain)
+            while start >= 0:
+                yield form, start, start + len(plain)
+                start = text.find(plain, start + 1)
         for first, last in self._escaped(text):
             head = self._heads()
             at = head.search(text, first, last)
@@ -309,7 +337,10 @@ class Patterns:
         view = _View(data[skipped:])
         text = view.text
         first = max(0, len(text) - self.longest)
-        start = min(_prefix(text, plain) for form in self._forms for plain in form.plain)
+        start = len(text)
+        for _, plain in self._plain:
+            if text.find(plain[:MIN_PARTIAL], max(0, len(text) - len(plain) + 1)) >= 0:
+                start = min(start, _prefix(text, plain))
         if _MAY_ESCAPE.search(text, first) is not None:
             head = self._heads()
             at = head.search(text, first)

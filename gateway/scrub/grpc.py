@@ -71,11 +71,12 @@ class MessageScrubber:
         self.partials += max(self._whole.partials - partials[0], self._contents.partials - partials[1])
         self._prefix, self._left = b"", None
 
-    def finish(self) -> bytes:
-        """Check the end of the body; no bytes are left."""
+    def finish(self, last: bytes = b"") -> bytes:
+        """Take the last chunk, and check the end of the body."""
+        out = self.feed(last) if last else b""
         if self._left is not None or self._prefix:
             raise Withheld("the response ended within a gRPC message")
-        return b""
+        return out
 
     def _both(self) -> bytes:
         count = min(map(len, self._ready))

@@ -119,15 +119,19 @@ class SearchedSecrets:
         return None
 
     def counted(
-        self, scrubber: Scrubber | MessageScrubber, work: Callable[[], bytes], where: dict[str, object]
+        self,
+        scrubber: Scrubber | MessageScrubber,
+        work: Callable[[bytes], bytes],
+        data: bytes,
+        where: dict[str, object],
     ) -> bytes:
-        """Call `work` of `scrubber`, and count the values that it found.
+        """Call `work` of `scrubber` with `data`, and count the values that it found.
 
         Raises:
             Withheld: a limit is reached; this piece must not be sent.
         """
         partials, matches = scrubber.partials, scrubber.matches
-        out = work()
+        out = work(data)
         for _ in range(scrubber.partials - partials):
             self.partial(where)
         if scrubber.matches > matches:

@@ -44,8 +44,9 @@ class Scrubber:
         self._data += chunk
         return self._release(max(self._released, self._patterns.hold(self._data)), self._patterns.spans(self._data))
 
-    def finish(self) -> bytes:
-        """Return the rest. `feed` may follow, with the next message of a stream."""
+    def finish(self, last: bytes = b"") -> bytes:
+        """Take the last chunk; return the rest. `feed` may follow, with the next message of a stream."""
+        self._data += last
         spans = self._patterns.spans(self._data)
         start = self._patterns.partial(self._data)
         if start == len(self._data) or self._released == len(self._data):
@@ -55,6 +56,10 @@ class Scrubber:
 
     def _release(self, end: int, spans: list[Span], partial: Span = (0, 0)) -> bytes:
         data, begin = self._data, self._released
+        if not spans and partial == (0, 0):
+            kept = max(0, end - self._patterns.context(data[:end]))
+            self._data, self._released, self._found = data[kept:], end - kept, max(0, self._found - kept)
+            return data[begin:end]
         out = bytearray(data[begin:end])
         for first, last in (*spans, partial):
             start, stop = max(first, begin), min(last, end)

@@ -89,10 +89,10 @@ class Ports:
 
     async def accept(self, kind: str, decision: str, **fields: object) -> None:
         self._step(f"{kind} {decision}")
-        self.records.append((kind, decision, fields))
+        self.note(kind, decision, **fields)
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
-        self.records.append((kind, decision, fields))
+        self.records.append((kind, decision, {name: value for name, value in fields.items() if value is not None}))
 
     def denials(self) -> list[object]:
         return [fields["rule"] for kind, decision, fields in self.records if (kind, decision) == ("request", "deny")]

@@ -395,9 +395,9 @@ def test_a_connection_that_the_record_has_is_not_recorded_again() -> None:
 def test_an_overloaded_worker_counts_and_asks_nothing() -> None:
     ports, now = Ports(), 0.0
     session = session_of(ports, lambda: now)
-    with session.effects.admission.under_way():
-        now = 30.0
-        answer = ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    session.effects.admission.begin()
+    now = 30.0
+    answer = ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
     assert isinstance(answer, Answer)
     assert (503, (b"retry-after", b"30")) == (answer.status, answer.headers[-1])
     assert (["decide"], ["overload"]) == (ports.steps, ports.denials())

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from OpenSSL import SSL
 
 from gateway.splice import reset
+from gateway.tls.memory import MemoryTls, TlsFailed
 
 _PART = 64 * 1024
 
@@ -30,8 +32,7 @@ class BufferedConnection(asyncio.Protocol):
         self._former = writer.transport.get_protocol()
         self._limit = limit
         self._moved = moved
-        self._tls: SSL.Connection | None = None
-        self._secure = False
+        self._tls: MemoryTls | None = None
         self._eof = False
         self._lost = False
         self._error: Exception | None = None
@@ -53,15 +54,15 @@ class BufferedConnection(asyncio.Protocol):
     ) -> "BufferedConnection":
         """Take over a stream. `first` are bytes that the caller has read from it."""
         channel = cls(writer, limit, moved)
-        channel._tls = tls
+        channel._tls = None if tls is None else MemoryTls(tls)
         ended = reader.at_eof() or writer.is_closing()
         channel._transport.set_protocol(channel)
         reader.feed_eof()
         rest = await reader.read(-1)  # does not wait, so no event comes between
         if first or rest:
             channel.data_received(first + rest)
-        if tls is not None and not channel._secure:
-            channel._decrypt()  # the client end of a handshake speaks first
+        if channel._tls is not None and not channel._tls.secure:
+            channel._step(channel._tls.handshake)  # the client end of a handshake speaks first
         if ended:
             channel.eof_received()
         return channel
@@ -74,8 +75,7 @@ class BufferedConnection(asyncio.Protocol):
         if self._tls is None:
             self.data += data
         else:
-            self._tls.bio_write(data)
-            self._decrypt()
+            self._step(partial(self._decrypt, self._tls, data))
         if len(self.data) > self._limit and self._reading and not self._transport.is_closing():
             self._reading = False
             self._transport.pause_reading()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class BufferedConnection(asyncio.Protocol):
     @property
     def is_secure(self) -> bool:
         """Whether the TLS handshake is complete."""
-        return self._secure
+        return self._tls is not None and self._tls.secure
 
     @property
     def at_end(self) -> bool:
@@ -132,7 +132,7 @@ class BufferedConnection(asyncio.Protocol):
         Raises:
             ConnectionError: it failed.
         """
-        while not self._secure:
+        while not self.is_secure:
             if not await self._more():
                 raise ConnectionError("the peer ended the TLS handshake")
 
@@ -165,13 +165,11 @@ class BufferedConnection(asyncio.Protocol):
         if self._tls is None:
             self._writer.write(data)
             return
-        view = memoryview(data)
         try:
-            while view:
-                view = view[self._tls.send(view) :]
-        except SSL.Error:
+            self._tls.write(data)
+        except TlsFailed:
             raise self._failed() from None
-        self._flush()
+        self._writer.write(self._tls.to_send())
 
     async def drain(self) -> None:
         """Wait while too many bytes are queued.
@@ -197,11 +195,9 @@ class BufferedConnection(asyncio.Protocol):
         """End the connection in order: queued bytes are sent first."""
         if self._lost or self._transport.is_closing():
             return
-        if self._tls is not None and self._secure:
-            with contextlib.suppress(SSL.Error):
-                self._tls.shutdown()
         if self._tls is not None:
-            self._flush()
+            self._tls.end()
+            self._flush(self._tls)
         self._writer.close()
 
     def abort(self) -> None:
@@ -236,32 +232,24 @@ class BufferedConnection(asyncio.Protocol):
             raise self._error
         return True
 
-    def _decrypt(self) -> None:
+    def _decrypt(self, tls: MemoryTls, data: bytes) -> None:
+        self.data += tls.receive(data)
+        if tls.closed:
+            self._end()
+
+    def _step(self, step: Callable[[], None]) -> None:
+        """Take one step of TLS, and send what it has ready, an alert included."""
         if self._tls is None:
             return
         try:
-            if not self._secure:
-                self._tls.do_handshake()
-                self._secure = True
-            while True:
-                self.data += self._tls.recv(_PART)
-        except SSL.WantReadError:
-            pass
-        except SSL.ZeroReturnError:
-            self._end()
-        except (SSL.Error, ValueError):
+            step()
+        except TlsFailed:
             self._failed()
-        self._flush()
+        self._flush(self._tls)
 
-    def _flush(self) -> None:
-        """Send what TLS has ready."""
-        if self._tls is None:
-            return
-        with contextlib.suppress(SSL.WantReadError):
-            while True:
-                part = self._tls.bio_read(_PART)
-                if not self._transport.is_closing():
-                    self._writer.write(part)
+    def _flush(self, tls: MemoryTls) -> None:
+        if (ready := tls.to_send()) and not self._transport.is_closing():
+            self._writer.write(ready)
 
     def _failed(self) -> Exception:
         self._error = self._error or ConnectionError("TLS failed")

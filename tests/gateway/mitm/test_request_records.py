@@ -176,12 +176,14 @@ async def test_an_overloaded_worker_turns_new_requests_away_and_ends_those_it_ha
 def test_admission_has_a_bound_and_forgets_what_has_ended() -> None:
     now = 0.0
     admission = Admission(lambda: now)
-    with admission.under_way():
-        now = 9.9
-        assert admission.retry_after() is None
-        with admission.under_way():
-            now = 10.0
-            assert 10 == admission.retry_after()
-            now = 1e9
-            assert 60 == admission.retry_after()
+    first = admission.begin()
+    now = 9.9
+    assert admission.retry_after() is None
+    second = admission.begin()
+    now = 10.0
+    assert 10 == admission.retry_after()
+    now = 1e9
+    assert 60 == admission.retry_after()
+    admission.end(first)
+    admission.end(second)
     assert admission.retry_after() is None
