@@ -48,13 +48,14 @@ DROPS = {
 """
 _KINDS = tuple(name for name in DROPS if name.startswith("drop_"))
 _REFUSE = "counter reject with icmpx admin-prohibited"
-"""The rejection makes a refused dial fail at once."""
+"""The rejection makes a refused dial fail at once; over IPv6 when its SYN is repeated, after a second."""
 
 _CLOSED_V4 = (
     "0.0.0.0/8",
     "10.0.0.0/8",
     "100.64.0.0/10",
     "127.0.0.0/8",
+    "168.63.129.16/32",
     "169.254.0.0/16",
     "172.16.0.0/12",
     "192.0.0.0/24",
@@ -66,22 +67,13 @@ _CLOSED_V4 = (
     "203.0.113.0/24",
     "224.0.0.0/3",
 )
-_CLOSED_V6 = (
-    "::/96",
-    "::ffff:0:0/96",
-    "64:ff9b::/96",
-    "64:ff9b:1::/48",
-    "100::/64",
-    "2001::/23",
-    "2001:db8::/32",
-    "2002::/16",
-    "3fff::/20",
-    "5f00::/16",
-    "fc00::/7",
-    "fe80::/10",
-    "fec0::/10",
-    "ff00::/8",
-)
+_CLOSED_V6 = ("::/3", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20", "4000::/2", "8000::/1")
+"""Everything but global unicast (2000::/3), and the special ranges in it.
+
+This contains loopback, IPv4 in IPv6, NAT64, unique local, link-local, site-local and multicast addresses.
+"""
+_ISATAP = "::fdff:ffff:0:0 == ::5efe:0:0"
+"""The addresses of any network that embed an IPv4 address by their interface identifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +211,7 @@ def render_guard(plan: GuardPlan, owner: str) -> str:
         f"fib daddr type {{ local, broadcast, anycast, multicast, blackhole, unreachable, prohibit }} {refuse}",
         f"ip daddr {{ {', '.join(_CLOSED_V4)} }} {refuse}",
         f"ip6 daddr {{ {', '.join(_CLOSED_V6)} }} {refuse}",
+        f"ip6 daddr & {_ISATAP} {refuse}",
         "meta l4proto tcp goto paced",
         refuse,
     ]

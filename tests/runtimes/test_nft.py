@@ -2,10 +2,14 @@
 
 import os
 import re
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from audit.records import record
+from policy.addresses import _SPECIAL, dialable
 from runtimes.net.drops import _record
 from runtimes.net.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard
 from runtimes.net.plan import PLAN
@@ -76,8 +80,38 @@ def test_the_guard_accepts_nothing_for_what_a_flow_was_before() -> None:
     assert 1 == text.count("accept\n")
 
 
-def test_a_guard_without_pinholes_closes_every_private_range() -> None:
-    text = render_guard(GuardPlan(1000, 1001), "owner")
-    assert "daddr 10.0.0.53" not in text
-    for closed in ("10.0.0.0/8", "169.254.0.0/16", "100.64.0.0/10", "fc00::/7", "fe80::/10", "64:ff9b::/96"):
-        assert closed in text
+_RULES = re.findall(r"ip6? daddr \{ (.*) \} counter reject", render_guard(GuardPlan(1000, 1001), "owner"))
+_CLOSED = [ip_network(text) for rule in _RULES for text in rule.split(", ")]
+_EDGES = [
+    type(network.network_address)(number)
+    for network in (*_CLOSED, *(ip_network(text) for text, _ in _SPECIAL))
+    for first, last in [(int(network.network_address), int(network.broadcast_address))]
+    for number in (first - 1, first, last, last + 1)
+    if 0 <= number < 1 << network.max_prefixlen
+]
+_ISATAP = st.builds(
+    lambda network, bits, inner: IPv6Address(network << 64 | bits << 32 | inner),
+    st.integers(0, (1 << 64) - 1) | st.just(0x2606280002200001),
+    st.sampled_from((0x5EFE, 0x2005EFE, 0x1005EFE)),
+    st.integers(0, (1 << 32) - 1),
+)
+
+
+def _guard_closes(address: IPv4Address | IPv6Address) -> bool:
+    isatap = address.version == 6 and int(address) >> 32 & 0xFDFFFFFF == 0x5EFE
+    return isatap or any(address in network for network in _CLOSED)
+
+
+def _classifier_refuses(address: IPv4Address | IPv6Address) -> bool:
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        return True  # a packet to it is IPv4
+    return dialable(address) is not None
+
+
+def test_the_guard_closes_at_each_edge_what_the_classifier_refuses() -> None:
+    assert [] == [address for address in _EDGES if _guard_closes(address) is not _classifier_refuses(address)]
+
+
+@given(st.ip_addresses(v=4) | st.ip_addresses(v=6) | _ISATAP)
+def test_the_guard_closes_what_the_classifier_refuses_and_nothing_else(address: IPv4Address | IPv6Address) -> None:
+    assert _guard_closes(address) is _classifier_refuses(address)
