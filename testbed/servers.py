@@ -65,6 +65,9 @@ class RequestLog:
         with self._lock:
             self._file.write(json.dumps({"host": host, "at": time.time(), **fields}).encode() + b"\n")
 
+    def close(self) -> None:
+        self._file.close()
+
 
 def _git_repository(parent: Path) -> Path:
     """Make the private repository, with one commit, as a bare repository below `parent`."""
@@ -274,9 +277,11 @@ class Host(ThreadingHTTPServer):
         """Do the handshake in the request's own thread, so that a silent client does not delay another one."""
         request.settimeout(30)
         with contextlib.suppress(OSError):
-            if self._context is not None:
-                request = self._context.wrap_socket(request, server_side=True)
-            super().finish_request(request, client_address)
+            if self._context is None:
+                super().finish_request(request, client_address)
+            else:
+                with self._context.wrap_socket(request, server_side=True) as secured:
+                    super().finish_request(secured, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a broken connection: the client's side judges it."""
