@@ -54,7 +54,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "action": "`scrub`: responses are searched for the secret, which is not sent",
     "actor": "the uid of the process that requested the change, for example `uid:0`",
     "address": "the address that the worker dials; of an `ingress` record, the sandbox's own",
-    "addresses": "the addresses that the answer shows to the sandbox",
+    "addresses": "the addresses that the gateway may dial; the answer has those of IPv4, or else 192.0.0.8",
     "asked_host": "the name that a refused request had in place of `host`, in Host, `:authority` or its target",
     "binding": "the name of the rule or credential binding that injects a secret",
     "bytes_down": "bytes towards the sandbox (of an `ingress` record: towards the caller)",

@@ -15,7 +15,7 @@ from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
 from wire.api.worker import Configure
 from wire.api.zygote import Prepare
-from wire.endpoints import parse_endpoint
+from wire.endpoints import parse_endpoint, routed
 from wire.errors import ConfigError
 
 _MAX_LIST = 256
@@ -28,7 +28,7 @@ class GatewayLimits:
     Attributes:
         connections: redirected TCP connections at once.
         first_bytes: until the ClientHello or request head must be complete.
-        connect: for one upstream address.
+        connect: for one upstream address; at most two seconds while another one is left.
         dial_rate: upstream connections, refilled evenly; twice that as a burst.
         idle: of a flow, without a byte in either direction.
         total: of a spliced flow.
@@ -149,7 +149,9 @@ def _host_addresses(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[IPv
     result: dict[str, tuple[IPv4Address | IPv6Address, ...]] = {}
     for name, addresses in given.items():
         try:
-            result[canonical_host(name)] = tuple(ip_address(item) for item in _list(addresses, "host_addresses"))
+            result[canonical_host(name)] = tuple(
+                routed(ip_address(item)) for item in _list(addresses, "host_addresses")
+            )
         except (InvalidName, ValueError):
             raise ConfigError("host_addresses holds something that is not a host and its addresses") from None
     return result

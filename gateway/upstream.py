@@ -5,6 +5,8 @@
 - `policy.destination` judges every address before the dial and again after the connection, each time under the policy
   in force. The socket connects to exactly the judged address; no name is resolved in between.
 - The host's own addresses, also public ones, are dialled only if the operator has excepted or mapped them.
+- Addresses are dialled one after the other, in the order of the resolver (IPv4 and IPv6 alternate) or of the operator.
+  Those without a route are passed over. An address that does not answer delays the next one by two seconds.
 - The unprivileged worker makes the sockets, so the guard's rules by uid apply to them.
 - Without a living guard nothing is dialled. Dials have a limit, a rate per worker and deadlines. A dial above the rate
   waits for its turn. It is refused if the wait would exceed the connection timeout.
@@ -30,8 +32,11 @@ from policy.decision import AllowAddress, Deny
 from policy.destination import decide_address, decide_answer
 from policy.facts import AddressSource, Destination, Scheme
 from wire.patience import Patience
+from wire.routes import own_address, source
 
 _MAX_TRIES = 4
+_NEXT_SECONDS = 2
+"""The longest wait for an address while another one is left: the kernel has then repeated its SYN once."""
 _MAX_DIALS = 128
 _TOO_MANY = "too many upstream connections are being opened"
 
@@ -119,13 +124,13 @@ class UpstreamDialler:
         config = self._state.config
         return config is not None and isinstance(judge(config, destination), AllowAddress)
 
-    async def _resolved(self, host: str) -> tuple[IPv4Address, ...]:
+    async def _resolved(self, host: str) -> tuple[IPv4Address | IPv6Address, ...]:
         resolution = await self._resolver.resolve(host)
         match resolution.outcome:
             case Outcome.ADDRESSES:
                 return resolution.addresses
             case Outcome.NXDOMAIN | Outcome.NODATA:
-                raise DialError(DialFailure.NAME, "the name has no IPv4 address")
+                raise DialError(DialFailure.NAME, "the name has no address that the gateway's host can reach")
             case Outcome.FAILED | Outcome.REFUSED_ADDRESS:
                 if resolution.denied is not None:
                     raise DialError(DialFailure.POLICY, resolution.denied.reason, resolution.denied.rule)
@@ -170,11 +175,13 @@ class UpstreamDialler:
         except TimeoutError:
             raise DialError(DialFailure.RATE, _TOO_MANY) from None
         try:
-            for destination in self._allowed_first(destinations)[:_MAX_TRIES]:
+            tried = self._allowed_first(destinations)[:_MAX_TRIES]
+            for destination in tried:
                 await announce(destination.address, self._judged(destination))
                 self._judged(destination)  # policy or guard may have changed during the wait
+                last = destination is tried[-1]
                 try:
-                    async with Patience(limits.connect):
+                    async with Patience(limits.connect if last else min(limits.connect, _NEXT_SECONDS)):
                         sock = await _connected(destination.address, destination.port)
                 except (OSError, TimeoutError):
                     continue
@@ -189,10 +196,10 @@ class UpstreamDialler:
         raise DialError(DialFailure.CONNECT, "no address of the host accepted a connection")
 
     def _allowed_first(self, destinations: list[Destination]) -> list[Destination]:
-        """Return the allowed destinations, those with an observed denial last.
+        """Return the allowed destinations that have a route, those with an observed denial last.
 
         Raises:
-            DialError: none is allowed.
+            DialError: none is allowed, or none of these has a route.
         """
         config = self._usable()
         answers = [(one, judge(config, one)) for one in destinations]
@@ -200,7 +207,10 @@ class UpstreamDialler:
         for _, refused in answers:
             if not allowed and isinstance(refused, Deny):
                 raise _refusal(refused)
-        return [one for one, answer in sorted(allowed, key=lambda pair: pair[1].observed is not None)]
+        routed = [(one, answer) for one, answer in allowed if source(one.address) is not None]
+        if not routed:
+            raise DialError(DialFailure.CONNECT, "the gateway's host has no route to an address of the host")
+        return [one for one, answer in sorted(routed, key=lambda pair: pair[1].observed is not None)]
 
     def _judged(self, destination: Destination) -> AllowAddress:
         """Judge the destination under the present policy and guard; both can change at each wait."""
@@ -228,20 +238,6 @@ def judge_answer(
     return decide_answer(
         config.policy, host, address, source, config.constants.allowed_addresses, own=own_address(address)
     )
-
-
-def own_address(address: IPv4Address | IPv6Address) -> bool:
-    """Whether the address belongs to the host itself, also if it is public.
-
-    The kernel's routing decides: towards an own address it chooses that address as source. No packet is sent.
-    """
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        try:
-            probe.connect((str(address), 9))
-        except OSError:
-            return False  # there is no route, so a dial fails too
-        return bool(probe.getsockname()[0] == str(address))
 
 
 def _refusal(denied: Deny) -> DialError:

@@ -50,6 +50,7 @@ from wire.api import worker
 from wire.api.worker import ChannelName
 from wire.errors import ConfigError
 from wire.frames import close_all
+from wire.routes import reaches_ipv6
 from wire.serving import handler
 
 _DRAIN_SECONDS = 0.5
@@ -75,7 +76,10 @@ class Worker:
         self._control = wire.Client(control, served, gives=wire.NARROW, descriptors=True)
         ledger = self._ledger = map_ledger(fds.ledger)
         self._names = NameBudget(ledger)
-        self._resolver = Resolver((), time.monotonic, lambda: state.guarded, self._may_ask, self._turn)
+        excepted = order.constants.allowed_addresses
+        self._resolver = Resolver(
+            (), time.monotonic, lambda: state.guarded, self._may_ask, self._turn, lambda: reaches_ipv6(excepted)
+        )
         dialler = UpstreamDialler(self._resolver, state, time.monotonic)
         self._dns = DnsServer(self._resolver, self._audit, state, time.monotonic, self._names)
         self._secrets = LeasedSecrets(state)

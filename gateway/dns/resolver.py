@@ -1,9 +1,12 @@
-"""The gateway's own resolver: A records of one name, only from the configured upstreams (IPv4 or IPv6).
+"""The gateway's own resolver: A and AAAA records of a name, only from the configured upstreams (IPv4 or IPv6).
 
 - Each query has a new connected UDP socket with a random port (chosen by the kernel) and a random id. An answer is
   accepted only from that upstream, with that id and that question. Other datagrams are ignored until the deadline.
 - Only the answer section is read: the CNAME chain from the question (at most `_MAX_CHAIN` links) and the addresses at
   its end. Records of other names are ignored.
+- Both types are queried at once, AAAA only if the host can reach IPv6 addresses. If one has addresses, the answer to
+  the other has half a second left. Addresses alternate between the families, IPv4 first. An IPv4-mapped address is its
+  IPv4 address.
 - A truncated answer is repeated once over TCP. Every step has a deadline. The number of concurrent resolutions is
   limited, and equal questions share one resolution.
 - If no upstream answers, the outcome is `Outcome.FAILED`. There is no fallback to the host's resolver or hosts file.
@@ -16,13 +19,15 @@ The resolver serves one sandbox; its cache is never shared. `gateway.upstream` a
 """
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
+from itertools import chain, zip_longest
 
 from gateway.dns.message import (
     CLASS_IN,
@@ -52,10 +57,12 @@ _CACHE_SIZE = 512
 _MAX_IN_FLIGHT = 64
 _TRY_SECONDS = 2.0
 _TOTAL_SECONDS = 8.0
+_OTHER_SECONDS = 0.5
 _ROUNDS = 2
 _SOCKET_BUFFER = 4096
 _MAX_TCP_ANSWER = 16384
 _MAX_DISCARDED = 8
+_SIZES = {QType.A: 4, QType.AAAA: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +70,12 @@ class Resolution:
     """The result of a resolution. `ttl` is in seconds, within limits. `denied` is set if the name was refused."""
 
     outcome: Outcome
-    addresses: tuple[IPv4Address, ...] = ()
+    addresses: tuple[IPv4Address | IPv6Address, ...] = ()
     ttl: int = 0
     denied: Deny | None = None
+
+
+_FAILED = Resolution(Outcome.FAILED, ttl=_FAILURE_TTL)
 
 
 class Resolver:
@@ -77,6 +87,7 @@ class Resolver:
         allowed: while it returns False (no guard), every resolution fails without a query.
         may_ask: returns a denial for a name that must not be resolved.
         turn: takes a token of the rate of names; returns the seconds to wait for it, None if these are too many.
+        ipv6: whether the host can reach IPv6 addresses.
     """
 
     def __init__(
@@ -86,12 +97,14 @@ class Resolver:
         allowed: Callable[[], bool] = lambda: True,
         may_ask: Callable[[str], Deny | None] = lambda _host: None,
         turn: Callable[[], float | None] = lambda: 0.0,
+        ipv6: Callable[[], bool] = lambda: False,
     ) -> None:
         self._upstreams = upstreams
         self._clock = clock
         self._allowed = allowed
         self._may_ask = may_ask
         self._turn = turn
+        self._ipv6 = ipv6
         self._cache: OrderedDict[str, tuple[float, Resolution]] = OrderedDict()
         self._running: dict[str, asyncio.Task[Resolution]] = {}
         self._epoch = 0
@@ -111,7 +124,7 @@ class Resolver:
             task.cancel()
 
     async def resolve(self, host: str, *, counted: bool = False) -> Resolution:
-        """Resolve a canonical host name to IPv4 addresses. Raises only if cancelled.
+        """Resolve a canonical host name. Raises only if cancelled.
 
         Args:
             counted: the caller has already taken a token of the rate of names.
@@ -163,9 +176,9 @@ class Resolver:
         epoch = self._epoch
         try:
             async with Patience(_TOTAL_SECONDS):
-                result = await self._follow(host)
-        except (TimeoutError, OSError, MalformedMessage):
-            result = Resolution(Outcome.FAILED, ttl=_FAILURE_TTL)
+                result = await (self._both(host) if self._ipv6() else self._one(host, QType.A))
+        except TimeoutError:
+            result = _FAILED
         if epoch != self._epoch:
             return result
         self._cache[host] = (self._clock() + result.ttl, result)
@@ -174,15 +187,36 @@ class Resolver:
             self._cache.popitem(last=False)
         return result
 
-    async def _follow(self, host: str) -> Resolution:
+    async def _both(self, host: str) -> Resolution:
+        """Query both types. Once one has addresses or the name does not exist, wait `_OTHER_SECONDS` for the other."""
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._one(host, qtype), name="resolve") for qtype in (QType.A, QType.AAAA)]
+        try:
+            ended, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            enough = any(task.result().outcome in (Outcome.ADDRESSES, Outcome.NXDOMAIN) for task in ended)
+            with contextlib.suppress(TimeoutError):
+                async with Patience(_OTHER_SECONDS if enough else None):
+                    await asyncio.gather(*others)
+            return _joined(*(task.result() if task.done() and not task.cancelled() else _FAILED for task in tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, host: str, qtype: QType) -> Resolution:
+        try:
+            return await self._follow(host, qtype)
+        except (OSError, MalformedMessage):
+            return _FAILED
+
+    async def _follow(self, host: str, qtype: QType) -> Resolution:
         """Query `host`. If the answer ends with a CNAME without addresses, query its target too."""
         ttl = MAX_TTL
         seen: set[Labels] = {_labels(host)}
         for _ in range(_MAX_CHAIN):
-            answer = await self._ask(host)
+            answer = await self._ask(host, qtype)
             if answer.header.rcode == RCode.NXDOMAIN:
                 return Resolution(Outcome.NXDOMAIN, ttl=NEGATIVE_TTL)
-            end, addresses, ttl = _chain(answer, ttl, seen)
+            end, addresses, ttl = _chain(answer, qtype, ttl, seen)
             if addresses:
                 return Resolution(Outcome.ADDRESSES, addresses, max(MIN_TTL, ttl))
             if end == answer.question.labels:
@@ -195,16 +229,16 @@ class Resolver:
                 raise MalformedMessage("an alias is no canonical host name")
         raise MalformedMessage("the chain of aliases is too long")
 
-    async def _ask(self, host: str) -> UpstreamAnswer:
+    async def _ask(self, host: str, qtype: QType) -> UpstreamAnswer:
         for _ in range(_ROUNDS):
             for upstream in self._upstreams:
                 if not self._allowed():
                     raise ConnectionError("the guard of the upstream namespace is not running")
                 try:
                     async with Patience(_TRY_SECONDS):
-                        answer = await _ask_udp(upstream, host)
+                        answer = await _ask_udp(upstream, host, qtype)
                         if answer.header.truncated:
-                            answer = await _ask_tcp(upstream, host)
+                            answer = await _ask_tcp(upstream, host, qtype)
                 except (TimeoutError, OSError, MalformedMessage):
                     continue
                 if answer.header.rcode in (RCode.NOERROR, RCode.NXDOMAIN) and not answer.header.truncated:
@@ -216,7 +250,27 @@ def _labels(host: str) -> Labels:
     return tuple(host.encode("ascii").split(b"."))
 
 
-def _chain(answer: UpstreamAnswer, ttl: int, seen: set[Labels]) -> tuple[Labels, tuple[IPv4Address, ...], int]:
+def _joined(four: Resolution, six: Resolution) -> Resolution:
+    """Return one resolution of both types: the addresses of both, otherwise the most that is known of the name."""
+    found = [one for one in (four, six) if one.outcome is Outcome.ADDRESSES]
+    if found:
+        pairs = zip_longest(four.addresses, six.addresses)
+        addresses = dict.fromkeys(address for address in chain.from_iterable(pairs) if address is not None)
+        return Resolution(Outcome.ADDRESSES, tuple(addresses)[:_MAX_ADDRESSES], min(one.ttl for one in found))
+    known = (Outcome.NXDOMAIN, Outcome.FAILED, Outcome.NODATA)
+    return min(four, six, key=lambda one: known.index(one.outcome))
+
+
+def _address(data: bytes) -> IPv4Address | IPv6Address:
+    if len(data) == _SIZES[QType.A]:
+        return IPv4Address(data)
+    address = IPv6Address(data)
+    return address.ipv4_mapped or address
+
+
+def _chain(
+    answer: UpstreamAnswer, qtype: QType, ttl: int, seen: set[Labels]
+) -> tuple[Labels, tuple[IPv4Address | IPv6Address, ...], int]:
     """Follow the CNAMEs from the question; return the last name, its addresses and the smallest TTL."""
     name = answer.question.labels
     aliases = {record.owner: record for record in answer.records if record.target is not None and record.rclass == 1}
@@ -224,11 +278,12 @@ def _chain(answer: UpstreamAnswer, ttl: int, seen: set[Labels]) -> tuple[Labels,
         addresses = [
             record
             for record in answer.records
-            if record.owner == name and record.rtype == QType.A and record.rclass == CLASS_IN and len(record.data) == 4
+            if (record.owner, record.rtype, record.rclass) == (name, qtype, CLASS_IN)
+            and len(record.data) == _SIZES[qtype]
         ]
         if addresses:
             ttl = min([ttl, *(record.ttl for record in addresses)])
-            unique = dict.fromkeys(IPv4Address(record.data) for record in addresses)
+            unique = dict.fromkeys(_address(record.data) for record in addresses)
             return name, tuple(unique)[:_MAX_ADDRESSES], ttl
         alias = aliases.get(name)
         if alias is None or alias.target is None:
@@ -241,7 +296,7 @@ def _chain(answer: UpstreamAnswer, ttl: int, seen: set[Labels]) -> tuple[Labels,
     raise MalformedMessage("the chain of aliases is too long")
 
 
-def _matches(data: bytes, ident: int, host: str) -> UpstreamAnswer | None:
+def _matches(data: bytes, ident: int, host: str, qtype: QType) -> UpstreamAnswer | None:
     """Return the answer in `data`, None if it does not belong to this query.
 
     Raises:
@@ -253,7 +308,7 @@ def _matches(data: bytes, ident: int, host: str) -> UpstreamAnswer | None:
         return None
     if not header.is_response or header.ident != ident or header.opcode != 0:
         return None
-    question = encode_name(host) + struct.pack("!HH", QType.A, CLASS_IN)
+    question = encode_name(host) + struct.pack("!HH", qtype, CLASS_IN)
     if header.questions != 1 or data[12 : 12 + len(question)].lower() != question.lower():
         return None
     return parse_answer(data)
@@ -274,28 +329,28 @@ def _udp_socket(upstream: Upstream) -> socket.socket:
     return sock
 
 
-async def _ask_udp(upstream: Upstream, host: str) -> UpstreamAnswer:
+async def _ask_udp(upstream: Upstream, host: str, qtype: QType) -> UpstreamAnswer:
     loop = asyncio.get_running_loop()
     ident = secrets.randbelow(65536)
     with _udp_socket(upstream) as sock:
-        await loop.sock_sendall(sock, build_query(ident, host, QType.A))
+        await loop.sock_sendall(sock, build_query(ident, host, qtype))
         while True:
-            answer = _matches(await loop.sock_recv(sock, _SOCKET_BUFFER), ident, host)
+            answer = _matches(await loop.sock_recv(sock, _SOCKET_BUFFER), ident, host, qtype)
             if answer is not None:
                 return answer
 
 
-async def _ask_tcp(upstream: Upstream, host: str) -> UpstreamAnswer:
+async def _ask_tcp(upstream: Upstream, host: str, qtype: QType) -> UpstreamAnswer:
     loop = asyncio.get_running_loop()
     ident = secrets.randbelow(65536)
-    query = build_query(ident, host, QType.A)
+    query = build_query(ident, host, qtype)
     with socket.socket(_family(upstream), socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
         await loop.sock_connect(sock, (str(upstream.address), upstream.port))
         await loop.sock_sendall(sock, struct.pack("!H", len(query)) + query)
         (length,) = struct.unpack("!H", await _exactly(sock, 2))
         if length > _MAX_TCP_ANSWER:
             raise MalformedMessage("the answer is too large")
-        answer = _matches(await _exactly(sock, length), ident, host)
+        answer = _matches(await _exactly(sock, length), ident, host, qtype)
     if answer is None:
         raise MalformedMessage("answer to another question")
     return answer

@@ -3,7 +3,8 @@
 - The audit log accepts a record of each allowed query before anything is sent upstream. Without the log the answer is
   SERVFAIL. A denial is recorded before its answer, or later if the log is away. Floods (rate, malformed) are counted in
   one record per second.
-- An answer contains only addresses that the gateway may dial.
+- An answer contains only IPv4 addresses that the gateway may dial. If it may dial only IPv6 addresses of a name, the
+  answer is `STAND_IN`. The record has every address of the name that may be dialled.
 - A UDP query above the rate waits for its turn, and is judged under the policy in force then.
 - The numbers of queries under way, of TCP connections and of queries per connection are limited, and all waits have
   deadlines. Above a limit a UDP query is dropped and a TCP connection is closed. A TCP connection is also closed after
@@ -16,7 +17,7 @@ import logging
 import socket
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
-from typing import Any
+from typing import Any, Final
 
 from audit.client import AuditClient, AuditUnavailable
 from gateway.config import GatewayConfig
@@ -42,6 +43,12 @@ from gateway.upstream import judge_answer
 from policy.decision import AllowAddress, Deny
 from policy.facts import AddressSource
 
+STAND_IN: Final = IPv4Address("192.0.0.8")
+"""The answer for a name with IPv6 addresses only: the IPv4 dummy address of RFC 7600, which no host has.
+
+The sandbox's TCP packets to any address arrive at the worker, which dials addresses of the name that the client sends.
+Without a name the dial of this address is denied: it is in a reserved range.
+"""
 _MAX_IN_FLIGHT = 256
 _MAX_DATAGRAM = 4096
 _PER_WAKE = 64
@@ -163,7 +170,7 @@ class DnsServer:
                 self._audit.note("dns", "deny", host=verdict.host, rule=denied.rule, reason=denied.reason)
             if config is None or resolution.denied is not None:
                 return unavailable(verdict)
-        shown, refused = _shown(config, verdict.host, addresses, source)
+        shown, refused = _dialable(config, verdict.host, addresses, source)
         if outcome is Outcome.ADDRESSES and not shown:
             outcome = Outcome.NODATA if refused is None else Outcome.REFUSED_ADDRESS
         self._audit.note(
@@ -174,7 +181,8 @@ class DnsServer:
             reason=outcome.value,
             addresses=[str(item) for item in shown],
         )
-        return resolved(verdict, outcome, shown, ttl, limit)
+        answer = tuple(item for item in shown if item.version == 4) or (STAND_IN,)
+        return resolved(verdict, outcome, answer, ttl, limit)
 
     async def _accept(self, event: DnsEvent) -> None:
         await self._audit.accept("dns", event.decision.value, **self._fields(event))
@@ -217,11 +225,11 @@ class DnsServer:
                 return
 
 
-def _shown(
+def _dialable(
     config: GatewayConfig, host: str, addresses: tuple[IPv4Address | IPv6Address, ...], source: AddressSource
 ) -> tuple[tuple[IPv4Address | IPv6Address, ...], Deny | None]:
-    """Return the IPv4 addresses that the answer may contain, and the denial of a refused one."""
-    answers = {item: judge_answer(config, host, item, source) for item in addresses if item.version == 4}
+    """Return the addresses that the gateway may dial, and the denial of a refused one."""
+    answers = {item: judge_answer(config, host, item, source) for item in addresses}
     refused = next((answer for answer in answers.values() if isinstance(answer, Deny)), None)
     return tuple(item for item, answer in answers.items() if isinstance(answer, AllowAddress)), refused
 

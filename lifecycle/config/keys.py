@@ -283,12 +283,13 @@ class SettingsModel(BaseModel):
     sallyport_allowed_addresses: Texts = _key(
         "sallyport.allowed_addresses",
         [],
-        "private ranges (CIDR) that may be dialled all the same, policy permitting; `always_deny` outranks them",
+        "private ranges (CIDR, IPv4 or IPv6) that may be dialled all the same, policy permitting; `always_deny` "
+        "outranks them",
     )
     sallyport_host_addresses: AddressMap = _key(
         "sallyport.host_addresses",
         {},
-        'fixed addresses of names: `{"git.corp.example" = ["10.0.0.5"]}`, private ones too where '
+        'fixed addresses of names, IPv4 or IPv6: `{"git.corp.example" = ["10.0.0.5"]}`, private ones too where '
         "`allowed_addresses` opens them in the kernel; policy and `always_deny` hold for them",
     )
     sallyport_gateway_limits: NumberMap = _key(

@@ -197,6 +197,12 @@ def _check_whole(settings: Settings) -> None:
             parse_endpoint(endpoint)
         except ValueError as error:
             raise SettingsError(f"{settings.origin}: sallyport.dns_upstreams: {error}") from None
+    for addresses in settings.get("sallyport.host_addresses").values():
+        for address in addresses:
+            try:
+                routed(ip_address(address))
+            except ValueError as error:
+                raise SettingsError(f"{settings.origin}: sallyport.host_addresses: {error}") from None
 
 
 def detect_resolvers(path: Path) -> tuple[str, ...]:

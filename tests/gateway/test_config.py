@@ -41,6 +41,12 @@ def test_constants_are_read() -> None:
     assert IPv4Address("192.0.2.2") == constants.inside
 
 
+def test_fixed_addresses_have_either_family_and_a_mapped_one_is_ipv4() -> None:
+    constants = read(host_addresses={"a.example": ("2606:2800::1", "::ffff:10.0.0.1", "10.0.0.2")})
+    expected = (IPv6Address("2606:2800::1"), IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2"))
+    assert {"a.example": expected} == constants.host_addresses
+
+
 def test_what_is_not_given_has_defaults() -> None:
     constants = read(allowed_addresses=(), host_addresses={}, limits={})
     assert ((), {}, GatewayLimits()) == (constants.allowed_addresses, constants.host_addresses, constants.limits)
@@ -73,6 +79,10 @@ def test_what_is_no_compiled_policy_is_refused(policy: str) -> None:
         {"host_addresses": {"bad name": ("10.0.0.1",)}},
         {"host_addresses": {"a.example": ("x",)}},
         {"host_addresses": {"a.example": ("10.0.0.1",) * 257}},
+        {"host_addresses": {"a.example": ("fe80::1%eth0",)}},
+        {"host_addresses": {"a.example": ("fe80::1",)}},
+        {"host_addresses": {"a.example": ("2606:2800::1%eth0",)}},
+        {"host_addresses": {"a.example": ("ff02::1",)}},
         {"inside": "::1"},
         {"inside": ""},
         {"limits": {"surprise": 1}},

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv4Address, IPv4Network, ip_network
+from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from gateway.dns.resolver import Resolution, Resolver
 from gateway.effects import SecretRefused
 from gateway.ledger import Ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
-from gateway.upstream import DialError, DialFailure, UpstreamDialler, judge, own_address
+from gateway.upstream import DialError, DialFailure, UpstreamDialler, judge
 from policy.compile import compile_named
 from policy.compiled import DENY_ALL, CompiledPolicy, SecretAt
 from policy.decision import AllowAddress, AllowRequest, Deny
@@ -34,6 +34,7 @@ from vault.secret import Secret
 from wire.api import auditd
 from wire.api.auditd import Accepted, Entry, Record, Records
 from wire.api.vaultd import CHANNEL, Release, Released, ReleasePurpose, Revoke, Scope, Value
+from wire.routes import own_address
 from wire.serving import handler
 
 _RULE = Rule("r", Action.ALLOW, (HostPattern("good.test"),), endpoints=(Endpoint(443, Scheme.HTTPS),))
@@ -616,6 +617,79 @@ async def test_each_address_is_in_the_log_before_it_is_dialled_and_none_is_diall
     assert ("127.0.0.2", [2]) == (address, began)
     expected = [("connect", "allow", {**FLOW, "address": f"127.0.0.{last}", "rule": None}) for last in (1, 2)]
     assert expected == [(kind, decision, fields | {"rule": None}) for kind, decision, fields in log.records]
+
+
+async def _dialled(
+    addresses: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    silent: tuple[str, ...] = (),
+    pathless: tuple[str, ...] = (),
+) -> tuple[str | None, list[str], list[float]]:
+    """Dial `addresses` of a fixed name. Return the connected address, the announced ones, and the wait at each."""
+    announced: list[str] = []
+    waits: list[float] = []
+    clock = asyncio.get_running_loop().time
+
+    async def announce(address: object, _allowed: object) -> None:
+        announced.append(str(address))
+
+    async def connected(address: object, _port: int) -> socket.socket:
+        began = clock()
+        try:
+            if str(address) in silent:
+                await asyncio.get_running_loop().create_future()
+        finally:
+            waits.append(clock() - began)
+        return socket.socket()
+
+    hosts = {"good.test": tuple(map(ip_address, addresses))}
+    limits = GatewayLimits(connect=2)
+    config = changed(configured(allowing(443)), host_addresses=hosts, limits=limits)
+    monkeypatch.setattr("gateway.upstream._NEXT_SECONDS", 0.1)
+    monkeypatch.setattr("gateway.upstream._connected", connected)
+    monkeypatch.setattr("gateway.upstream.source", lambda address: None if str(address) in pathless else address)
+    try:
+        connection = await UpstreamDialler(Resolver((), clock), in_force(config), clock).dial(
+            "good.test", 443, Scheme.HTTPS, announce
+        )
+    except DialError as error:
+        assert DialFailure.CONNECT is error.failure
+        return error.reason, announced, waits
+    connection.sock.close()
+    return str(connection.address), announced, waits
+
+
+ONE, SIX, TWO = "93.184.216.1", "2606:2800::1", "93.184.216.2"
+
+
+async def test_a_silent_address_delays_the_next_one_briefly_and_the_last_has_the_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, announced, waits = await _dialled((ONE, SIX, TWO), monkeypatch, silent=(ONE, SIX, TWO))
+    assert ("no address of the host accepted a connection", [ONE, SIX, TWO]) == (found, announced)
+    assert all(wait < 1.5 for wait in waits[:2]) and waits[2] > 1.5
+    assert (SIX, [ONE, SIX]) == (await _dialled((ONE, SIX, TWO), monkeypatch, silent=(ONE,)))[:2]
+
+
+async def test_an_address_without_a_route_is_neither_announced_nor_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (TWO, [TWO]) == (await _dialled((ONE, SIX, TWO), monkeypatch, pathless=(ONE, SIX)))[:2]
+    found, announced, waits = await _dialled((SIX,), monkeypatch, pathless=(SIX,))
+    assert ("the gateway's host has no route to an address of the host", [], []) == (found, announced, waits)
+
+
+async def test_an_ipv6_address_is_dialled_and_recorded() -> None:
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "::1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = changed(configured(allowing(port)), host_addresses={"good.test": (ip_address("::1"),)})
+    clock = asyncio.get_running_loop().time
+    dialler, log = UpstreamDialler(Resolver((), clock), in_force(config), clock), Recorded()
+    budget = Budget(Ledger.fresh(), Bound(Limits()), clock, lambda: None)
+
+    _, writer, address = await StreamDialler(dialler, budget, log).dial("good.test", port, Scheme.HTTPS, FLOW)
+    writer.close()
+    server.close()
+
+    assert ("::1", ["::1"]) == (address, [fields["address"] for _, _, fields in log.records])
 
 
 NETWORKS = """

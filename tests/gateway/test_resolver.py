@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 from hypothesis import given
@@ -221,6 +221,87 @@ async def test_a_name_that_is_not_known_takes_a_place_in_the_rate_of_names() -> 
         assert "dns.query_rate" == (refused.denied.rule if refused.denied else None)
         await resolver.resolve("y.example.com", counted=True)
         assert {b"good", b"y"} == {query[13 : 13 + query[12]] for query in queries}
+
+
+V4, V4_TOO, V6, V6_TOO = "93.184.216.34", "93.184.216.35", "2606:2800::1", "2606:2800::2"
+OK, NONE, MISSING, BROKEN = 0x8180, 0x8180, 0x8183, 0x8182
+SILENT: tuple[int, tuple[str, ...]] = (0, ())
+
+
+def aaaa(owner: str, address: str, ttl: int = 30) -> bytes:
+    return record(owner, 28, socket.inet_pton(socket.AF_INET6, address), ttl)
+
+
+async def both(four: tuple[int, tuple[str, ...]], six: tuple[int, tuple[str, ...]]) -> tuple[Resolution, list[bytes]]:
+    """Resolve with a server that has these flags and addresses for A and for AAAA; `SILENT` is no answer."""
+
+    def answer(query: bytes) -> list[bytes]:
+        is_six = query[12:].startswith(name(HOST) + b"\0\x1c")
+        flags, addresses = six if is_six else four
+        if not flags:
+            return []
+        return [reply(query, *((aaaa if is_six else a)(HOST, address) for address in addresses), flags=flags)]
+
+    async with server(answer) as (resolver, queries):
+        resolver._ipv6 = lambda: True
+        async with asyncio.timeout(30):
+            return await resolver.resolve(HOST), queries
+
+
+async def test_the_addresses_of_both_families_alternate_and_ipv4_is_first() -> None:
+    found, queries = await both((OK, (V4, V4_TOO)), (OK, (V6, V6_TOO)))
+    assert Resolution(Outcome.ADDRESSES, tuple(map(ip_address, (V4, V6, V4_TOO, V6_TOO))), 30) == found
+    assert [1, 28] == sorted(int.from_bytes(query[-15:-13]) for query in queries)
+
+
+async def test_without_an_ipv6_route_no_aaaa_record_is_asked_for() -> None:
+    async with server(lambda query: [reply(query)]) as (resolver, queries):
+        assert Outcome.NODATA == (await resolver.resolve(HOST)).outcome
+    assert [1] == [int.from_bytes(query[-15:-13]) for query in queries]
+
+
+@pytest.mark.parametrize(
+    ("four", "six", "expected"),
+    [
+        ((OK, (V4,)), (NONE, ()), (Outcome.ADDRESSES, (V4,), 60)),
+        ((NONE, ()), (OK, (V6,)), (Outcome.ADDRESSES, (V6,), 30)),
+        ((OK, (V4,)), (MISSING, ()), (Outcome.ADDRESSES, (V4,), 60)),
+        ((OK, (V4,)), (BROKEN, ()), (Outcome.ADDRESSES, (V4,), 60)),
+        ((BROKEN, ()), (OK, (V6,)), (Outcome.ADDRESSES, (V6,), 30)),
+        ((OK, (V4,)), SILENT, (Outcome.ADDRESSES, (V4,), 60)),
+        (SILENT, (OK, (V6,)), (Outcome.ADDRESSES, (V6,), 30)),
+        ((MISSING, ()), SILENT, (Outcome.NXDOMAIN, (), 10)),
+        ((MISSING, ()), (NONE, ()), (Outcome.NXDOMAIN, (), 10)),
+        ((NONE, ()), (NONE, ()), (Outcome.NODATA, (), 10)),
+        ((NONE, ()), (BROKEN, ()), (Outcome.FAILED, (), 2)),
+        ((BROKEN, ()), (NONE, ()), (Outcome.FAILED, (), 2)),
+        ((OK, (V4,)), (OK, (f"::ffff:{V4}", "::ffff:10.0.0.7")), (Outcome.ADDRESSES, (V4, "10.0.0.7"), 30)),
+    ],
+)
+async def test_one_resolution_comes_of_two_answers(
+    four: tuple[int, tuple[str, ...]],
+    six: tuple[int, tuple[str, ...]],
+    expected: tuple[Outcome, tuple[str, ...], int],
+) -> None:
+    outcome, found, ttl = expected
+    assert Resolution(outcome, tuple(map(ip_address, found)), ttl) == (await both(four, six))[0]
+
+
+async def test_an_answer_of_one_family_waits_a_bounded_time_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a time longer than the whole resolution may take, the addresses that were there are lost."""
+    monkeypatch.setattr("gateway.dns.resolver._OTHER_SECONDS", 60)
+    monkeypatch.setattr("gateway.dns.resolver._TOTAL_SECONDS", 1)
+    assert Outcome.FAILED == (await both((OK, (V4,)), SILENT))[0].outcome
+    monkeypatch.setattr("gateway.dns.resolver._OTHER_SECONDS", 0.1)
+    assert Outcome.ADDRESSES == (await both((OK, (V4,)), SILENT))[0].outcome
+
+
+async def test_an_address_of_the_wrong_type_or_length_is_ignored() -> None:
+    async with server(
+        lambda query: [reply(query, aaaa(HOST, V6), record(HOST, 1, b"x" * 16), record(HOST, 28, b"x" * 4))]
+    ) as (resolver, _):
+        resolver._ipv6 = lambda: True
+        assert (ip_address(V6),) == (await resolver.resolve(HOST)).addresses
 
 
 async def test_an_upstream_may_have_an_ipv6_address() -> None:

@@ -52,6 +52,8 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', env = {A = '$B'}}]", "sallyport.images"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', run = 'y'}]", "sallyport.images"),
         ("[sallyport]\ndns_upstreams = ['x']", "sallyport.dns_upstreams"),
+        ("[sallyport]\nhost_addresses = {'a.example' = ['x']}", "sallyport.host_addresses"),
+        ("[sallyport]\nhost_addresses = {'a.example' = ['::1', 'fe80::1%eth0']}", "sallyport.host_addresses"),
         ("[sallyport]\nallowed_runtimes = ['runsc']", "sallyport.default_runtime"),
     ],
 )
