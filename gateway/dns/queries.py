@@ -222,10 +222,8 @@ def reply_limit(query: Query) -> int:
     return min(query.udp_size, EDNS_UDP_SIZE)
 
 
-def resolved(
-    verdict: Resolve, outcome: Outcome, addresses: tuple[IPv4Address | IPv6Address, ...], ttl: int, limit: int
-) -> bytes:
-    """Return the answer to a `Resolve` after its resolution. `addresses` are those that the gateway may dial."""
+def resolved(verdict: Resolve, outcome: Outcome, addresses: tuple[IPv4Address, ...], ttl: int, limit: int) -> bytes:
+    """Return the answer to a `Resolve` after its resolution. `addresses` are those that the client gets."""
     match outcome:
         case Outcome.ADDRESSES:
             return build_answer(verdict.query, RCode.NOERROR, addresses, ttl=ttl, limit=limit)

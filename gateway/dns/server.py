@@ -181,7 +181,7 @@ class DnsServer:
             reason=outcome.value,
             addresses=[str(item) for item in shown],
         )
-        answer = tuple(item for item in shown if item.version == 4) or (STAND_IN,)
+        answer = tuple(item for item in shown if isinstance(item, IPv4Address)) or (STAND_IN,)
         return resolved(verdict, outcome, answer, ttl, limit)
 
     async def _accept(self, event: DnsEvent) -> None:

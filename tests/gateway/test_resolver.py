@@ -181,9 +181,10 @@ async def held(address: str) -> AsyncIterator[tuple[Upstream, Held]]:
             task.cancel()
 
 
-async def test_what_a_former_upstream_is_about_to_say_is_neither_answered_nor_kept() -> None:
+@pytest.mark.parametrize("ipv6", [False, True])
+async def test_what_a_former_upstream_is_about_to_say_is_neither_answered_nor_kept(ipv6: bool) -> None:
     async with held("6.6.6.6") as (former, slow), held("93.184.216.34") as (latter, fast):
-        resolver = Resolver((former,), lambda: 0.0)
+        resolver = Resolver((former,), lambda: 0.0, ipv6=lambda: ipv6)
         waiting = asyncio.ensure_future(resolver.resolve(HOST))
         await slow.asked.wait()
         resolver.set_upstreams((latter,))
@@ -193,10 +194,11 @@ async def test_what_a_former_upstream_is_about_to_say_is_neither_answered_nor_ke
         assert addresses("93.184.216.34") == (await resolver.resolve(HOST)).addresses
 
 
-async def test_a_lookup_under_way_when_policy_changes_is_asked_for_again_or_refused() -> None:
+@pytest.mark.parametrize("ipv6", [False, True])
+async def test_a_lookup_under_way_when_policy_changes_is_asked_for_again_or_refused(ipv6: bool) -> None:
     denied = Deny("default", "No rule allows it.")
     async with held("93.184.216.34") as (upstream, state):
-        resolver = Resolver((upstream,), lambda: 0.0)
+        resolver = Resolver((upstream,), lambda: 0.0, ipv6=lambda: ipv6)
         waiting = asyncio.ensure_future(resolver.resolve(HOST))
         await state.asked.wait()
         state.asked.clear()

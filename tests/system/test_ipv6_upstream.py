@@ -23,6 +23,7 @@ from testbed.internet import SILENT_ADDRESS, Internet, ip, received_field
 from testbed.stack import Stack
 from tests.stacks import beside
 from tests.system import ipv6
+from wire.api.hostd import Doctor
 
 pytestmark = pytest.mark.system
 
@@ -49,6 +50,7 @@ REFUSED = {
 SERVED = {
     "only": (V6.format(10),),
     "only-token": (V6.format(11),),
+    "only-token2": (V6.format(19),),
     "both": (V4.format(12), V6.format(12)),
     "both-token": (V4.format(13), V6.format(13)),
     "dead": (SILENT_ADDRESS, V6.format(14)),
@@ -68,7 +70,7 @@ policies:
     rules:
       - {{id: zone, host: "*.{ZONE}"}}
       - id: api
-        hosts: [only-token.{ZONE}, both-token.{ZONE}, dead-token.{ZONE}]
+        hosts: [only-token.{ZONE}, only-token2.{ZONE}, both-token.{ZONE}, dead-token.{ZONE}]
         inject: {{secret: six-token, as: bearer}}
 """
 
@@ -144,6 +146,10 @@ class World:
         records = self.records(runtime, "connect", name)
         return [record["address"] for record in records if record["decision"] == "allow"]
 
+    def families(self) -> str:
+        """Return the finding of doctor about the namespace from which workers dial."""
+        return next(check.detail for check in self.stack.ask(Doctor()).checks if check.name == "upstream")
+
     def received(self, runtime: str, name: str) -> list[dict[str, Any]]:
         return [note for note in self.stack.internet.notes() if note.get("target") == f"/{runtime}-{name}"]
 
@@ -159,7 +165,7 @@ def world() -> Iterator[World]:
             there = [address for address in addresses if _servable(address)]
             hosts.enter_context(ipv6.host(internet, f"{name}.{ZONE}", *there))
         hosts.enter_context(ipv6.resolver(internet, made.answer))
-        tokens = [f"--host={name}.{ZONE}" for name in SERVED if name.endswith("-token")]
+        tokens = [f"--host={name}.{ZONE}" for name in SERVED if "-token" in name]
         stack.sallyport("vault", "put", "six-token", *tokens, stdin=TOKEN)
         for runtime in ("runc", "runsc"):
             made.sandboxes[runtime] = stack.create(runtime)
@@ -178,7 +184,8 @@ def _servable(address: str) -> bool:
 
 def _routes(internet: Internet) -> None:
     """Everything is routed to the servers: also what may not be dialled."""
-    ip("-n", internet.up, "-6", "route", "add", "default", "via", ipv6.NET)
+    for destination in ("default", "fd00:20::/64"):
+        ip("-n", internet.up, "-6", "route", "add", destination, "via", ipv6.NET)
     ip("-n", internet.net, "-6", "route", "add", "blackhole", f"{DEAD_V6}/128")
 
 
@@ -265,9 +272,21 @@ def test_the_stand_in_by_itself_leads_nowhere(six: World, runtime: str) -> None:
     assert "Bearer" not in six.run(runtime, f"curl -sS --max-time 60 http://{STAND_IN}/")
 
 
+@both_runtimes
+def test_a_secret_is_injected_over_ipv6_for_a_client_that_speaks_only_http2(six: World, runtime: str) -> None:
+    assert f"this is only-token2.{ZONE}" in six.fetch(runtime, "only-token2", "--http2-prior-knowledge")
+    (note,) = six.received(runtime, "only-token2")
+    assert f"Bearer {TOKEN}" == received_field(note, "authorization")
+    assert list(SERVED["only-token2"]) == six.dialled(runtime, "only-token2")
+
+
 def test_without_a_route_no_ipv6_address_is_asked_for_or_dialled(six: World) -> None:
     """The route goes away while the workers run. The resolver has a route of its own."""
+    assert "IPv4 and IPv6" in six.families()
     ip("-n", six.stack.internet.up, "-6", "route", "del", "default")
+    assert "no IPv6 route" not in six.families()  # The excepted network still has one.
+    ip("-n", six.stack.internet.up, "-6", "route", "del", "fd00:20::/64")
+    assert "no IPv6 route" in six.families()
     assert f"this is later.{ZONE}" in six.fetch("runsc", "later")
     assert [("later", "A")] == [question for question in six.asked if question[0] == "later"]
     assert [SERVED["later"][0]] == six.dialled("runsc", "later")
