@@ -51,7 +51,7 @@ _IMAGES = "build the tars as `./run` does, and name them in sallyport.images"
 _ROOTS = "install the Debian package ca-certificates, or set sallyport.upstream_roots to a PEM file that all may read"
 _DNS = (
     'set sallyport.dns_upstreams to the addresses of resolvers, such as ["192.0.2.53:53", "[2001:db8::53]:53"], not on'
-    " loopback, with a route and without an interface (fe80::1%eth0)"
+    " loopback and without an interface (fe80::1%eth0)"
 )
 _USERS = "set other numbers under sallyport.uids, or take that range away from its user"
 _UPSTREAM = "make the namespace before the server starts, or unset sallyport.upstream_netns"

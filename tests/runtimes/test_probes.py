@@ -81,16 +81,6 @@ def test_a_resolver_on_loopback_is_of_no_use() -> None:
         probes.resolvers(HostConfig.model_validate(host_config(dns_upstreams=[])))
 
 
-@pytest.mark.parametrize("resolver", ["93.184.216.53:53", "[2606:2800::53]:53"])
-def test_a_resolver_needs_a_route(resolver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = HostConfig.model_validate(host_config(dns_upstreams=[resolver]))
-    monkeypatch.setattr(probes, "source", lambda address: address)
-    assert resolver == probes.resolvers(config)
-    monkeypatch.setattr(probes, "source", lambda _address: None)
-    with pytest.raises(CheckError, match="no route to "):
-        probes.resolvers(config)
-
-
 def test_the_upstream_namespace_is_described_with_its_families(monkeypatch: pytest.MonkeyPatch) -> None:
     config = HostConfig.model_validate(host_config(upstream_netns=None, allowed_addresses=["fd00::/8"]))
     asked: list[object] = []
