@@ -28,7 +28,6 @@ lines: the order of one exchange, read from top to bottom.)
 """
 
 import hashlib
-from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -140,9 +139,10 @@ class _Stage(Enum):
     FINISHED = auto()
 
 
-_NOT_ALLOWED = frozenset({_Stage.NEW, _Stage.JUDGING, _Stage.ANSWERED})
-_BEFORE_RESPONSE = frozenset({_Stage.FORWARDED, _Stage.CONNECTED})
-_IN_BODY = frozenset({_Stage.STREAMED, _Stage.BUFFERED, _Stage.WITHHELD, _Stage.COMPLETE})
+# Tuples, because the hash of an enumeration's member is computed in Python.
+_NOT_ALLOWED = (_Stage.NEW, _Stage.JUDGING, _Stage.ANSWERED)
+_BEFORE_RESPONSE = (_Stage.FORWARDED, _Stage.CONNECTED)
+_IN_BODY = (_Stage.STREAMED, _Stage.BUFFERED, _Stage.WITHHELD, _Stage.COMPLETE)
 
 
 class Exchange:
@@ -179,7 +179,7 @@ class Exchange:
 
     def malformed(self, reason: str) -> None:
         """Record a request that the engine refused as malformed. The engine answers it."""
-        self._next({_Stage.NEW}, _Stage.ANSWERED)
+        self._next((_Stage.NEW,), _Stage.ANSWERED)
         self.session.refused(Refused(reason))
 
     async def request(
@@ -194,7 +194,7 @@ class Exchange:
         Raises:
             Exception: the flow must end.
         """
-        self._next({_Stage.NEW}, _Stage.JUDGING)
+        self._next((_Stage.NEW,), _Stage.JUDGING)
         session, effects = self.session, self.session.effects
         facts = session.facts
         if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
@@ -231,7 +231,7 @@ class Exchange:
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
         forward = Forward(self._head(parts, translated, headers), self.scrub)
-        self._next({_Stage.JUDGING}, _Stage.FORWARDED)
+        self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
 
@@ -357,7 +357,7 @@ class Exchange:
     # Answers to requests that are not forwarded.
 
     def _answer(self, parts: RequestParts, status: int, page: tuple[pages.Fields, bytes]) -> Answer:
-        self._next({_Stage.JUDGING}, _Stage.ANSWERED)
+        self._next((_Stage.JUDGING,), _Stage.ANSWERED)
         fields, body = page
         return Answer(status, tuple(fields), b"" if parts.method == b"HEAD" else body)
 
@@ -399,7 +399,7 @@ class Exchange:
         Raises:
             Exception: the flow must end.
         """
-        self._next({_Stage.CONNECTED}, _Stage.HEADED)
+        self._next((_Stage.CONNECTED,), _Stage.HEADED)
         self._status = head.status
         if head.status == 101 and not accepts_websocket(head, self._websocket_key):
             raise RuntimeError("101 without a valid WebSocket handshake")
@@ -413,7 +413,7 @@ class Exchange:
         patterns = self.session.searched.patterns
         self._relayed = (*self._without_secrets(read.headers), *read.own)
         buffered = patterns is not None and read.coded
-        self._next({_Stage.HEADED}, _Stage.BUFFERED if buffered else _Stage.STREAMED)
+        self._next((_Stage.HEADED,), _Stage.BUFFERED if buffered else _Stage.STREAMED)
         if patterns is not None and not buffered:
             by_message = self._http2 and head.http2 and read.grpc
             self._scrubber = MessageScrubber(patterns) if by_message else Scrubber(patterns)
@@ -441,7 +441,7 @@ class Exchange:
 
     def _withhold(self, reason: str) -> Answer:
         """Answer 502 in place of the server; the rest of its response is discarded."""
-        self._next({_Stage.HEADED}, _Stage.WITHHELD)
+        self._next((_Stage.HEADED,), _Stage.WITHHELD)
         self.session.deny("scrub", reason)
         self._status = 502
         fields, page = pages.refusal(502, f"The answer was withheld: {reason}.")
@@ -468,7 +468,7 @@ class Exchange:
         """
         if self._stage is _Stage.WITHHELD:
             return self._take_page()
-        self._next({_Stage.STREAMED}, _Stage.COMPLETE)
+        self._next((_Stage.STREAMED,), _Stage.COMPLETE)
         self._bytes_down += len(last)
         return last if self._scrubber is None else self._scrubbed(self._scrubber, last, at_end=True)
 
@@ -478,7 +478,7 @@ class Exchange:
         Raises:
             Exception: the flow must end.
         """
-        self._next({_Stage.BUFFERED}, _Stage.COMPLETE)
+        self._next((_Stage.BUFFERED,), _Stage.COMPLETE)
         if not body:
             return self._relayed, body
         decoded = decode(encodings(self._relayed), body, self.session.max_decoded)
@@ -548,7 +548,7 @@ class Exchange:
 
     # Stages and records.
 
-    def _next(self, stages: Set[_Stage], following: _Stage) -> None:
+    def _next(self, stages: tuple[_Stage, ...], following: _Stage) -> None:
         self._require(self._stage in stages)
         self._stage = following
 
