@@ -47,6 +47,7 @@ from wire.api.auditd import (
     Anchor,
     Attach,
     AttachRing,
+    CloseRing,
     CloseSandbox,
     Heads,
     Record,
@@ -58,6 +59,8 @@ from wire.serving import handler
 MAX_CHANNELS: Final = 16384
 
 _log = logging.getLogger("auditd")
+
+type _Control = Record | Records | Attach | AttachRing | CloseRing | CloseSandbox | Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +162,7 @@ class Service:
         self._channels: dict[Client, ChannelOwner] = {}
         self._batching: set[Client] = set()
 
-    async def control(
-        self, client: Client, request: Record | Records | Attach | AttachRing | CloseSandbox | Heads, fds: list[int]
-    ) -> Done | Accepted | Anchor:
+    async def control(self, client: Client, request: _Control, fds: list[int]) -> Done | Accepted | Anchor:
         """Answer one request from hostd or `serve` on the socket."""
         host = client.peer.uid == self._host_uid
         if isinstance(request, Attach) and host and len(fds) == 1:
@@ -176,6 +177,9 @@ class Service:
                 raise RequestError(Code.FORBIDDEN, "only hostd may attach channels, end chains and read their heads")
             case Attach() | AttachRing():
                 raise RequestError(Code.INVALID, "this request has a fixed number of descriptors")
+            case CloseRing(sandbox, generation):
+                self._writer.remove_ring((sandbox, generation))
+                return Done()
             case CloseSandbox(sandbox):
                 for channel in [c for c, identity in self._channels.items() if identity.sandbox == sandbox]:
                     del self._channels[channel]
@@ -213,24 +217,24 @@ class Service:
         return Done()
 
     def _attach_ring(self, request: AttachRing, ring: int, cursor: int, wake: int) -> Done:
+        key = request.sandbox, request.generation
         try:
             sizes = os.fstat(ring).st_size, os.fstat(cursor).st_size
             if sizes != (RING_BYTES, CURSOR_BYTES):
                 raise RequestError(Code.INVALID, "the descriptors are not those of a ring")
-            self._writer.remove_ring(request.sandbox)
+            if self._writer.has_ring(key):
+                close_all((ring, wake))
+                return Done()
             mapped = Cursor(cursor)
         except BaseException:
             close_all((ring, wake))
             raise
         finally:
             os.close(cursor)
-
-        def entry(generation: int, asked: auditd.Entry) -> ChainEntry:
-            return ChannelOwner(GATEWAY, request.sandbox, generation).entry(asked)
-
-        drain = Drain(ring, mapped, wake, sandbox=request.sandbox, entry=entry, ready=self._writer.filled)
+        owner = ChannelOwner(GATEWAY, *key)
+        drain = Drain(ring, mapped, wake, key=key, entry=owner.entry, ready=self._writer.filled)
         drain.recover(self._writer.recovered(request.sandbox))
-        self._writer.add_ring(drain, request.generation)
+        self._writer.add_ring(drain)
         return Done()
 
     async def _record(self, client: Client, identity: ChannelOwner, request: Record | Records) -> Accepted:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from audit.batch import ChainEntry, gap_entry
-from audit.drain import Drain
+from audit.drain import Drain, Key
 from audit.pace import Pace
 from audit.shared_ring import ROOM
 from audit.sinks.file import Log, LogUnwritable, Mark, sync
@@ -69,9 +69,9 @@ class GroupCommit:
         self._waiting: list[_Request] = []
         self._refused: dict[str, int] = {}
         self._paced: asyncio.TimerHandle | None = None
-        self._rings: dict[str, Drain] = {}
-        self._full: dict[str, Drain] = {}
-        """The rings that may hold records, by chain."""
+        self._rings: dict[Key, Drain] = {}
+        self._full: dict[Key, Drain] = {}
+        """The rings that may hold records."""
         self._healthy = True
         self._closing = False
         self._dirty = asyncio.Event()
@@ -96,53 +96,40 @@ class GroupCommit:
 
     def filled(self, ring: Drain) -> None:
         """Write the records of `ring` soon."""
-        self._full[ring.sandbox] = ring
+        self._full[ring.key] = ring
         self._schedule()
 
-    def add_ring(self, ring: Drain, generation: int) -> None:
-        """Take records of the worker `generation` from `ring`, after all records of an earlier worker.
+    def has_ring(self, key: Key) -> bool:
+        """Whether records are taken from the ring of this worker."""
+        return key in self._rings
 
-        Raises:
-            RequestError: `unavailable`: records of an earlier worker cannot be written now. The ring was closed.
-        """
-        self._rings[ring.sandbox] = ring
+    def add_ring(self, ring: Drain) -> None:
+        """Take records from `ring`, the only one of its worker."""
+        self._rings[ring.key] = ring
         ring.start()
-        if ring.generation != generation:
-            try:
-                self._empty(ring)
-            except RequestError:
-                self._drop(ring)
-                raise
-            ring.renew(generation)
         ring.open(is_open=self._healthy and not self._always)
 
-    def remove_ring(self, sandbox: str) -> None:
-        """Write the records that are left in a sandbox's ring, and close it.
+    def remove_ring(self, key: Key) -> None:
+        """Write the records that are left in the ring of a worker, and close it.
 
         Raises:
             RequestError: `unavailable`: they cannot be written now. The ring is unchanged.
         """
-        if (ring := self._rings.get(sandbox)) is not None:
-            self._empty(ring)
-            self._drop(ring)
-
-    def _empty(self, ring: Drain) -> None:
+        if (ring := self._rings.get(key)) is None:
+            return
         ring.look()
         closing, self._closing = self._closing, True  # no budgets
         try:
             for _ in range(ROOM // RING_TURN):
-                if ring.sandbox not in self._full:
-                    return
+                if key not in self._full:
+                    break
                 self._flush()
                 if not self._healthy:
-                    break
-            raise _unavailable("records are left in a ring")
+                    raise _unavailable("records are left in a ring")
         finally:
             self._closing = closing
-
-    def _drop(self, ring: Drain) -> None:
-        del self._rings[ring.sandbox]
-        self._full.pop(ring.sandbox, None)
+        del self._rings[key]
+        self._full.pop(key, None)
         ring.close()
 
     async def submit(self, producer: object, entries: Iterable[ChainEntry], *, durable: bool) -> list[int]:
@@ -158,11 +145,12 @@ class GroupCommit:
         return await request.done
 
     async def close_chain(self, sandbox: str) -> int:
-        """End a sandbox's chain, after all its waiting records are written, and close its ring.
+        """End a sandbox's chain, after all its waiting records are written, and close its rings.
 
         Return the chain's last sequence number, 0 if there is no chain.
         """
-        self.remove_ring(sandbox)
+        for key in [key for key in self._rings if key[0] == sandbox]:
+            self.remove_ring(key)
         self._closing = True  # no budgets in this last turn
         try:
             while self._queues:
@@ -194,9 +182,9 @@ class GroupCommit:
 
     async def close(self) -> None:
         """Write the waiting records, and sign the orderly end."""
-        for sandbox in list(self._rings):
+        for key in list(self._rings):
             with contextlib.suppress(RequestError):  # what is left stays in the ring, for the next auditd
-                self.remove_ring(sandbox)
+                self.remove_ring(key)
         self._closing = True
         while self._queues:
             self._flush()
@@ -244,7 +232,7 @@ class GroupCommit:
         except LogUnwritable as error:
             for ring, _ in drawn:
                 ring.undo()
-                self._full[ring.sandbox] = ring
+                self._full[ring.key] = ring
             self._refuse(requests, str(error))
             return
         for ring, _ in drawn:
@@ -265,14 +253,14 @@ class GroupCommit:
     def _draw(self) -> list[tuple[Drain, list[ChainEntry]]]:
         """Take one turn of every ring that may hold records and has a budget."""
         drawn: list[tuple[Drain, list[ChainEntry]]] = []
-        for chain, ring in list(self._full.items()):
-            if not self._closing and self._pace.wait(chain) > 0:
+        for key, ring in list(self._full.items()):
+            if not self._closing and self._pace.wait(ring.sandbox) > 0:
                 continue
             some = ring.take(RING_TURN)
             if some:
                 drawn.append((ring, some))
             if len(some) < RING_TURN:
-                del self._full[chain]
+                del self._full[key]
                 ring.linger()
         return drawn
 
@@ -295,7 +283,7 @@ class GroupCommit:
         if self._closing:
             return
         queues = [self._pace.wait(queue[0].entries[0].chain) for queue in self._queues.values()]
-        rings = [max(self._pace.wait(chain), 0 if self._healthy else RETRY_SECONDS) for chain in self._full]
+        rings = [max(self._pace.wait(one), 0 if self._healthy else RETRY_SECONDS) for one, _ in self._full]
         wait = min(*queues, *rings, LOOK_SECONDS)
         if wait <= 0:
             self._schedule()

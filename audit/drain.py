@@ -29,8 +29,12 @@ INVALID: Final = "the gateway put a record into its ring that it may not write"
 _log = logging.getLogger("auditd")
 
 
+type Key = tuple[str, int]
+"""Sandbox and generation."""
+
+
 class Drain:
-    """The ring of one sandbox. Owns the descriptors `ring` and `wake`."""
+    """The ring of one worker. Owns the descriptors `ring` and `wake`."""
 
     def __init__(
         self,
@@ -38,17 +42,18 @@ class Drain:
         cursor: Cursor,
         wake: int,
         *,
-        sandbox: str,
-        entry: Callable[[int, Entry], ChainEntry],
+        key: Key,
+        entry: Callable[[Entry], ChainEntry],
         ready: Callable[["Drain"], None],
     ) -> None:
-        """Take records of the generation that the cursor names.
+        """Take records of the worker `key`.
 
         Args:
-            entry: returns the record of a generation to append; raises `RequestError` if the gateway may not write it.
+            entry: returns the record to append; raises `RequestError` if the gateway may not write it.
             ready: called when the ring may hold records.
         """
-        self.sandbox = sandbox
+        self.key = key
+        self.sandbox = key[0]
         self._reader = RingReader(ring)
         self._cursor = cursor
         self._wake = wake
@@ -65,18 +70,6 @@ class Drain:
         except RingDamaged as error:
             self._skip(error)
         self._end = self._cursor.tail
-
-    @property
-    def generation(self) -> int:
-        """The generation of the worker whose records the ring holds, 0 for none."""
-        return self._cursor.generation
-
-    def renew(self, generation: int) -> None:
-        """Empty the ring for the worker of this generation, which does not exist yet."""
-        self._cursor.open(is_open=False)
-        self._reader.clear()
-        self._cursor.renew(generation)
-        self._end = 0
 
     def start(self) -> None:
         """Take records from now on."""
@@ -146,12 +139,12 @@ class Drain:
     def _read(self, content: bytes) -> ChainEntry:
         found = line.read(content, KINDS[GATEWAY])
         if found is not None:
-            found.producer, found.sandbox, found.generation = GATEWAY, self.sandbox, self.generation
+            found.producer, (found.sandbox, found.generation) = GATEWAY, self.key
             return ChainEntry(self.sandbox, line=found)
         try:
             fields = json.loads(content)
             kind, decision = fields.pop("kind"), fields.pop("decision")
-            return self._entry(self.generation, Entry(str(kind), str(decision), fields))
+            return self._entry(Entry(str(kind), str(decision), fields))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RequestError) as error:
             _log.error("a record in the ring of %s is refused: %s", self.sandbox, type(error).__name__)
             return gap_entry(self.sandbox, INVALID, 1)

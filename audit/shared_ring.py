@@ -1,12 +1,14 @@
 """A ring of records in shared memory, between the gateway worker of one sandbox and auditd.
 
-    ring     0      head: bytes that the worker has put into the ring since its generation began
+    ring     0      head: bytes that the worker has put into the ring
              4096   records, one after the other, around the end: length, CRC-32, content
     cursor   0      state: OPEN if a record in the ring counts as accepted
-             8      generation of the worker whose records the ring holds
-             16     number of the present position, 0 or 1
-             24     position 0: tail, first, count
-             48     position 1: the same
+             8      number of the present position, 0 or 1
+             16     position 0: tail, first, count
+             40     position 1: the same
+
+- A ring belongs to one worker. A worker can outlive its hostd for a moment, so the sandbox's next worker has a ring of
+  its own.
 
 - Both are files of hostd. So a record in the ring survives the death of worker, auditd and hostd. The worker maps the
   ring, and can only read the cursor. Only auditd writes the cursor.
@@ -41,7 +43,7 @@ MAX_RECORD: Final = 64 * 1024
 OPEN: Final = 1
 _PREFIX = struct.Struct("<II")
 _WORD = struct.Struct("<Q")
-_STATE, _GENERATION, _PRESENT, _POSITIONS, _WORDS = 0, 1, 2, 3, 3
+_STATE, _PRESENT, _POSITIONS, _WORDS = 0, 1, 2, 3
 _TAIL, _FIRST, _COUNT = range(3)
 _DOUBTS: Final = 3
 
@@ -68,13 +70,8 @@ class Cursor:
         self._map.close()
 
     @property
-    def generation(self) -> int:
-        """The generation of the worker whose records the ring holds, 0 for none."""
-        return self._words[_GENERATION]
-
-    @property
     def tail(self) -> int:
-        """The number of bytes of the ring whose records are in the log, since the generation began."""
+        """The number of bytes of the ring whose records are in the log."""
         return self._words[self._place() + _TAIL]
 
     @property
@@ -94,11 +91,6 @@ class Cursor:
     def settle(self, tail: int) -> None:
         """Note that all records before `tail` are in the log, and that no other is being written."""
         self._set(tail, 0, 0)
-
-    def renew(self, generation: int) -> None:
-        """Begin with the empty ring of another generation."""
-        self.settle(0)
-        self._words[_GENERATION] = generation
 
     def _place(self) -> int:
         return _POSITIONS + _WORDS * (self._words[_PRESENT] & 1)
@@ -120,10 +112,6 @@ class RingReader:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def clear(self) -> None:
-        """Make the ring empty. Its worker does not exist yet."""
-        os.pwrite(self._fd, bytes(HEAD_BYTES), 0)
 
     def head(self) -> int:
         """Return the present end of the records."""

@@ -2,8 +2,8 @@
 
 - Only hostd ends chains. A round compares the open chains and the rings with the sandboxes that exist. If a round
   failed (auditd was down, a launch failed, hostd was killed), the next round does its work, so no state must be kept.
-- hostd removes the ring of a sandbox after auditd has ended its chain. auditd writes what is left in the ring before,
-  also if that auditd is a new process.
+- A round also lets auditd write what is left in the rings of workers that have ended, and removes these rings. A chain
+  is ended after the rings of its sandbox.
 - Each round appends an anchor, auditd's statement of the log's state, to a file that only root can write. `sallyport
   audit verify` compares the log with it, so auditd cannot alter the anchored part unnoticed.
 - The anchors take two files of at most `MAX_BYTES` each. The first anchor of a file has the heads of all open chains,
@@ -26,8 +26,7 @@ from runtimes.process.bounded_log import BoundedLog
 from runtimes.process.finish import finished
 from runtimes.rings import Rings
 from wire import anchors
-from wire.api.auditd import CONTROL_CHAIN, Anchor, AttachRing, CloseSandbox, Heads
-from wire.ids import MOST_GENERATION
+from wire.api.auditd import CONTROL_CHAIN, Anchor, AttachRing, CloseRing, CloseSandbox, Heads
 
 MAX_BYTES: Final = 8 * 1024 * 1024
 _ROUND_SECONDS = 10.0
@@ -92,12 +91,13 @@ class Chains:
         """Keep an anchor and end the chains of removed sandboxes; return whether everything succeeded."""
         try:
             auditd = self._daemons.client("auditd")
+            left = await self._write_rings(auditd)
             anchor = await auditd.ask(Heads(), timeout=_CALL_SECONDS)
             await self._keep(anchor)
             known = self._known()
-            gone = {chain for chain in (*anchor.heads, *self._rings.names()) if chain not in known} - {CONTROL_CHAIN}
-            for chain in sorted(gone):
-                await self._end(auditd, chain)
+            for chain in sorted(chain for chain in anchor.heads if chain not in known and chain not in left):
+                if chain != CONTROL_CHAIN:
+                    await auditd.ask(CloseSandbox(chain), timeout=_CALL_SECONDS)
         except (OSError, ValueError, wire.RemoteError) as error:
             if self._done:
                 _log.warning("the audit log is not anchored, or a chain not ended: %s", error or type(error).__name__)
@@ -106,16 +106,25 @@ class Chains:
         self._done = True
         return True
 
-    async def _end(self, auditd: wire.Client, chain: str) -> None:
-        """Let auditd write what is left in the ring of a removed sandbox, end its chain, and remove the ring."""
-        if self._rings.complete(chain):
-            ring = self._rings.open(chain)
-            try:
-                await auditd.ask(AttachRing(chain, MOST_GENERATION), fds=ring.for_auditd, timeout=_CALL_SECONDS)
-            finally:
-                ring.close()
-        await auditd.ask(CloseSandbox(chain), timeout=_CALL_SECONDS)
-        self._rings.remove(chain)
+    async def _write_rings(self, auditd: wire.Client) -> set[str]:
+        """Let auditd write the rings of workers that have ended, and remove them; return the sandboxes that keep one.
+
+        A ring of a former hostd's worker is attached, and closed when that worker cannot write any more.
+        """
+        left: set[str] = set()
+        for key in self._rings.left():
+            if self._rings.complete(key):
+                ring = self._rings.open(key)
+                try:
+                    await auditd.ask(AttachRing(*key), fds=ring.for_auditd, timeout=_CALL_SECONDS)
+                finally:
+                    ring.close()
+                if not self._rings.over(key):
+                    left.add(key[0])
+                    continue
+                await auditd.ask(CloseRing(*key), timeout=_CALL_SECONDS)
+            self._rings.remove(key)
+        return left
 
     async def _keep(self, anchor: Anchor) -> None:
         if self._last is None:

@@ -1,20 +1,27 @@
 """The rings through which gateway workers give their records to auditd (`wire.api.auditd.AttachRing`).
 
-- A ring has two files: its records, which the worker writes, and its cursor, which only auditd writes. hostd makes them
-  once, at launch. All workers of the sandbox and each auditd use the same files.
-- As files they also outlive hostd. The records that are in a ring are part of the log. So a ring is removed only after
-  auditd has ended the chain of its sandbox (`chains`).
-- Only root can open them by name.
+- Each worker has a ring of two files: its records, which the worker writes, and its cursor, which only auditd writes.
+- As files they outlive hostd. The records in a ring are part of the log. So a ring is removed only after auditd has
+  written them (`chains`), and only when no worker can write into it any more.
+- A worker can outlive a killed hostd for a moment. The ring of a worker of a former hostd counts as over
+  `OUTLIVES_SECONDS` after this hostd has seen it.
+- Only root can open the files by name.
 """
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from wire.api.auditd import CURSOR_BYTES, RING_BYTES
 
+OUTLIVES_SECONDS: Final = 10.0
 _SIZES: Final = {"ring": RING_BYTES, "cursor": CURSOR_BYTES}
+
+type RingKey = tuple[str, int]
+"""The worker of a ring: its sandbox and generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +56,32 @@ class RingFiles:
 
 
 class Rings:
-    """The rings of one hostd, in `directory`, which nothing else uses."""
+    """The rings of one hostd, in `directory`, which nothing else uses. `clock` gives monotonic seconds."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
+        self._clock = clock
+        self._live: set[RingKey] = set()
+        self._seen: dict[RingKey, float] = {}
 
-    def create(self, sandbox: str) -> None:
-        """Make the ring of a new sandbox, empty and closed.
+    def create(self, key: RingKey) -> RingFiles:
+        """Make the ring of a new worker, empty and closed. It is over when `ended` is called.
 
         Raises:
             OSError: it cannot be made, or exists already.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._live.add(key)
         for kind, size in _SIZES.items():
-            fd = os.open(self._path(sandbox, kind), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._path(key, kind), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(fd, 0, size)  # so that no write into the memory fails because the disk is full
             finally:
                 os.close(fd)
+        return self.open(key)
 
-    def open(self, sandbox: str) -> RingFiles:
-        """Open a sandbox's ring.
+    def open(self, key: RingKey) -> RingFiles:
+        """Open the ring of a worker.
 
         Raises:
             OSError: there is none.
@@ -77,7 +89,7 @@ class Rings:
         opened: list[int] = []
         try:
             for kind, mode in (("ring", os.O_RDWR), ("cursor", os.O_RDWR), ("cursor", os.O_RDONLY)):
-                opened.append(os.open(self._path(sandbox, kind), mode | os.O_NOFOLLOW | os.O_CLOEXEC))
+                opened.append(os.open(self._path(key, kind), mode | os.O_NOFOLLOW | os.O_CLOEXEC))
             opened.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         except OSError:
             for fd in opened:
@@ -85,20 +97,32 @@ class Rings:
             raise
         return RingFiles(*opened)
 
-    def names(self) -> frozenset[str]:
-        """Return the sandboxes that have a ring, or a part of one."""
+    def ended(self, key: RingKey) -> None:
+        """The worker of this ring has ended, or was never made."""
+        self._live.discard(key)
+        self._seen[key] = float("-inf")
+
+    def left(self) -> list[RingKey]:
+        """Return the rings whose worker is not one of this hostd, the oldest of each sandbox first."""
         if not self._directory.is_dir():
-            return frozenset()
-        return frozenset(path.stem for path in self._directory.iterdir())
+            return []
+        names = (path.stem.rpartition(".") for path in self._directory.iterdir())
+        return sorted({(sandbox, int(number)) for sandbox, _, number in names if number.isdigit()} - self._live)
 
-    def complete(self, sandbox: str) -> bool:
-        """Whether a sandbox has both files of a ring."""
-        return all(self._path(sandbox, kind).is_file() for kind in _SIZES)
+    def over(self, key: RingKey) -> bool:
+        """Whether no worker can write into this ring any more."""
+        return key not in self._live and self._clock() - self._seen.setdefault(key, self._clock()) >= OUTLIVES_SECONDS
 
-    def remove(self, sandbox: str) -> None:
-        """Remove a sandbox's ring. Raises OSError."""
+    def complete(self, key: RingKey) -> bool:
+        """Whether a ring has both files, of their size."""
+        paths = {self._path(key, kind): size for kind, size in _SIZES.items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+    def remove(self, key: RingKey) -> None:
+        """Remove a ring. Raises OSError."""
         for kind in _SIZES:
-            self._path(sandbox, kind).unlink(missing_ok=True)
+            self._path(key, kind).unlink(missing_ok=True)
+        self._seen.pop(key, None)
 
-    def _path(self, sandbox: str, kind: str) -> Path:
-        return self._directory / f"{sandbox}.{kind}"
+    def _path(self, key: RingKey, kind: str) -> Path:
+        return self._directory / f"{key[0]}.{key[1]}.{kind}"

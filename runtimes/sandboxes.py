@@ -193,7 +193,6 @@ class Sandboxes:
         sandbox.ingress = self._listen(spec.sandbox)
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
-        self._rings.create(spec.sandbox)
         await self._daemons.available(_PATIENCE_SECONDS)  # a daemon that died is usually back earlier
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
@@ -235,7 +234,7 @@ class Sandboxes:
                 identity,
                 sandbox.ingress,
                 ledger,
-                self._rings.open(sandbox.id),
+                self._rings,
                 self._daemons,
                 self._guard,
                 self._cgroups,

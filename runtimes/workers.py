@@ -34,7 +34,7 @@ from runtimes.process.cgroups import Cgroups, GroupLimits
 from runtimes.process.finish import both, finished, together
 from runtimes.process.liveness import within
 from runtimes.process.output import WORKER, Output, pipe
-from runtimes.rings import RingFiles
+from runtimes.rings import RingFiles, RingKey, Rings
 from wire.api import auditd, vaultd, worker
 from wire.api.zygote import Fork
 from wire.frames import close_all
@@ -60,6 +60,11 @@ class WorkerIdentity:
     gateway_netns: Path
 
     @property
+    def ring(self) -> RingKey:
+        """The key of its ring."""
+        return self.sandbox, self.generation
+
+    @property
     def cgroup(self) -> str:
         """The name of its control group."""
         return f"{self.sandbox}.{self.generation}"
@@ -80,6 +85,7 @@ class WorkerProcess:
         daemons: Daemons,
         cgroups: Cgroups,
         ledger: int,
+        rings: Rings,
         ring: RingFiles,
         output: Output,
     ) -> None:
@@ -94,6 +100,7 @@ class WorkerProcess:
         self._cgroups = cgroups
         self._pidfd = os.pidfd_open(pid)
         self._ledger = os.dup(ledger)
+        self._rings = rings
         self._ring = ring
         self._output = output
         self._gone = False
@@ -132,7 +139,7 @@ class WorkerProcess:
             try:
                 await attach(self._daemons, daemon, there, self.identity)
                 if daemon == "auditd":
-                    await attach_ring(self._daemons, self._ring, self.identity.sandbox, self.identity.generation)
+                    await attach_ring(self._daemons, self._ring, self.identity.ring)
             except OSError as error:  # ConnectionError and TimeoutError are OSErrors
                 raise NotAttached(type(error).__name__) from error
             given = self.control.ask(worker.Rebind(_CHANNELS[daemon]), fds=[here.fileno()], timeout=None)
@@ -175,6 +182,7 @@ class WorkerProcess:
             os.close(self._pidfd)
             os.close(self._ledger)
             self._ring.close()
+            self._rings.ended(self.identity.ring)
             self._output.close()
         return await asyncio.to_thread(self._cgroups.remove, self.identity.cgroup)
 
@@ -192,20 +200,20 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Wo
     await daemons.attach(daemon, end, requests[daemon])
 
 
-async def attach_ring(daemons: Daemons, ring: RingFiles, sandbox: str, generation: int) -> None:
-    """Let auditd take the records of a sandbox's worker from `ring`.
+async def attach_ring(daemons: Daemons, ring: RingFiles, key: RingKey) -> None:
+    """Let auditd take the records of a worker from `ring`.
 
     Raises:
         wire.RemoteError, ConnectionError, TimeoutError: it was not accepted.
     """
-    await daemons.client("auditd").ask(auditd.AttachRing(sandbox, generation), fds=ring.for_auditd)
+    await daemons.client("auditd").ask(auditd.AttachRing(*key), fds=ring.for_auditd)
 
 
 async def spawn_worker(
     identity: WorkerIdentity,
     ingress: socket.socket,
     ledger: int,
-    ring: RingFiles,
+    rings: Rings,
     daemons: Daemons,
     guard: NetGuard,
     cgroups: Cgroups,
@@ -214,16 +222,18 @@ async def spawn_worker(
 ) -> WorkerProcess:
     """Make a worker that refuses everything until it is configured.
 
-    The caller keeps the ownership of `ledger`. `ring` belongs to the worker that is returned, and is closed otherwise.
+    The caller keeps the ownership of `ledger`.
 
     `ended` gets the name of the daemon to which the worker has no channel any more, as the worker reports.
 
     Raises:
         ConnectionError, TimeoutError, wire.RemoteError, OSError: a step failed; nothing of it is left.
     """
+    zygote, parent = daemons.zygote()
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as keep_ring:
+        keep_ring.callback(rings.ended, identity.ring)
+        ring = rings.create(identity.ring)
         keep_ring.callback(ring.close)
-        zygote, parent = daemons.zygote()
         # Closed at the end: then only the new owner has each end, so that the owner's death is noticed at once.
         control_here, control_there = map(stack.enter_context, socket.socketpair())
         audit_there, audit_here = map(stack.enter_context, socket.socketpair())
@@ -242,7 +252,7 @@ async def spawn_worker(
                 together(
                     attach(daemons, "auditd", audit_there, identity),
                     attach(daemons, "vaultd", vault_there, identity),
-                    attach_ring(daemons, ring, identity.sandbox, identity.generation),
+                    attach_ring(daemons, ring, identity.ring),
                 ),
             )
             fork = Fork(
@@ -254,7 +264,7 @@ async def spawn_worker(
             forked = await zygote.ask(fork, fds=fds, timeout=_SPAWN_SECONDS)
             control.start()
             pid = _child(forked.pid, parent)
-            spawned = WorkerProcess(identity, pid, control, daemons, cgroups, ledger, ring, output)
+            spawned = WorkerProcess(identity, pid, control, daemons, cgroups, ledger, rings, ring, output)
             keep_ring.pop_all()
             return spawned
         except BaseException:

@@ -16,7 +16,7 @@ def head(ring: RingFiles) -> int:
 
 def tail(ring: RingFiles) -> int:
     """Return the end of the records that are in the log."""
-    _state, _generation, present, *positions = struct.unpack("<9Q", os.pread(ring.cursor, 72, 0))
+    _state, present, *positions = struct.unpack("<8Q", os.pread(ring.cursor, 64, 0))
     return positions[3 * present]
 
 

@@ -18,22 +18,20 @@ from runtimes.rings import RingFiles, Rings
 from tests import ring_state
 from tests.audit.conftest import A, Auditd, B, NewAuditd
 from wire import Client, RemoteError
-from wire.api.auditd import AttachRing, CloseSandbox
+from wire.api.auditd import AttachRing, CloseRing, CloseSandbox
 
 
 class Producer:
-    """One sandbox with a ring, whose workers and auditds come and go."""
+    """One worker with a ring, and the auditds that take its records."""
 
-    def __init__(self, directory: Path, sandbox: str) -> None:
-        self.sandbox = sandbox
-        self.rings = Rings(directory)
-        self.rings.create(sandbox)
-        self.ring: RingFiles = self.rings.open(sandbox)
+    def __init__(self, directory: Path, sandbox: str, generation: int) -> None:
+        self.key = sandbox, generation
+        self.ring: RingFiles = Rings(directory).create(self.key)
         self.clients: list[AuditClient] = []
 
-    async def attach(self, auditd: Auditd, generation: int = 1) -> None:
+    async def attach(self, auditd: Auditd) -> None:
         assert auditd.control is not None
-        await auditd.control.ask(AttachRing(self.sandbox, generation), fds=self.ring.for_auditd)
+        await auditd.control.ask(AttachRing(*self.key), fds=self.ring.for_auditd)
 
     def worker(self, channel: int | None = None, **options: Any) -> AuditClient:
         """A worker; without a channel only the ring reaches auditd."""
@@ -49,15 +47,15 @@ class Producer:
         await asyncio.to_thread(ring_state.drained, self.ring)
 
 
-type NewProducer = Callable[[str], Producer]
+type NewProducer = Callable[..., Producer]
 
 
 @pytest.fixture
 async def producers(tmp_path: Path) -> AsyncIterator[NewProducer]:
     made: list[Producer] = []
 
-    def make(sandbox: str) -> Producer:
-        made.append(Producer(tmp_path / "rings", sandbox))
+    def make(sandbox: str, generation: int = 1) -> Producer:
+        made.append(Producer(tmp_path / "rings", sandbox, generation))
         return made[-1]
 
     yield make
@@ -69,8 +67,8 @@ async def producers(tmp_path: Path) -> AsyncIterator[NewProducer]:
 
 @pytest.fixture
 async def one(auditd: Auditd, producers: NewProducer) -> Producer:
-    producer = producers(A)
-    await producer.attach(auditd, 3)
+    producer = producers(A, 3)
+    await producer.attach(auditd)
     return producer
 
 
@@ -119,16 +117,51 @@ async def test_records_in_a_ring_survive_the_death_of_worker_and_auditd(auditd: 
     for number in range(10):
         await one.worker().accept("dns", "allow", host=f"{number}.example")
     await auditd.restart(signal.SIGKILL)
-    one.clients.clear()
-    one.ring.close()
-    one.ring = one.rings.open(A)
-    await one.attach(auditd, 4)  # by another hostd, for the next worker
+    await one.attach(auditd)
+    await one.drained()
     found = [(record["host"], record["generation"]) for record in auditd.said(kind="dns")]
     assert [(f"{number}.example", 3) for number in range(10)] == found
-    assert ring_state.head(one.ring) == 0
-    await one.worker().accept("dns", "allow", host="next.example")
+
+
+async def test_a_worker_that_outlives_its_hostd_harms_no_record_of_the_next_worker(
+    auditd: Auditd, one: Producer, producers: NewProducer
+) -> None:
+    former, following = one.worker(), producers(A, 4)
+    await former.accept("dns", "allow", host="first.example")
+    await following.attach(auditd)
+    worker = following.worker()
+    for number in range(500):
+        await former.accept("dns", "allow", host=f"{number}.former.example")
+        await worker.accept("dns", "allow", host=f"{number}.next.example")
     await one.drained()
-    assert [4] == [record["generation"] for record in auditd.said(host="next.example")]
+    await following.drained()
+    for name, generation in (("former", 3), ("next", 4)):
+        hosts = [record["host"] for record in auditd.said(kind="dns", generation=generation)]
+        assert [f"{number}.{name}.example" for number in range(500)] == [host for host in hosts if name in host]
+    assert [] == auditd.said(kind="gap")
+    assert [] == auditd.verify().findings
+
+
+async def test_the_ring_of_an_ended_worker_is_written_and_forgotten(auditd: Auditd, one: Producer) -> None:
+    assert auditd.control is not None
+    worker = one.worker(timeout=0.2)
+    for number in range(300):
+        await worker.accept("dns", "allow", host=f"{number}.example")
+    await auditd.control.ask(CloseRing(*one.key))
+    assert 300 == len(auditd.said(kind="dns"))
+    with pytest.raises(AuditUnavailable):
+        await worker.accept("dns", "allow", host="late.example")
+    await auditd.control.ask(CloseRing(*one.key))  # a second time is no error
+
+
+async def test_a_ring_that_is_attached_twice_gives_each_record_once(auditd: Auditd, one: Producer) -> None:
+    worker = one.worker()
+    for number in range(100):
+        await worker.accept("dns", "allow", host=f"{number}.example")
+        if number % 10 == 0:
+            await one.attach(auditd)
+    await one.drained()
+    assert [f"{number}.example" for number in range(100)] == [record["host"] for record in auditd.said(kind="dns")]
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.extended)])
@@ -153,7 +186,7 @@ async def test_each_record_is_in_the_log_exactly_once_whenever_auditd_is_killed(
 
     for producer in both:
         await producer.attach(auditd)
-    work = [asyncio.create_task(produce(one.worker(timeout=30), one.sandbox[-1])) for one in both]
+    work = [asyncio.create_task(produce(one.worker(timeout=30), one.key[0][-1])) for one in both]
     for _ in range(kills):
         await asyncio.sleep(chance.uniform(0.01, 0.06))  # kills at a random moment
         await auditd.restart(signal.SIGKILL)

@@ -29,11 +29,9 @@ class Ends:
 
     def __init__(self, directory: Path) -> None:
         rings = Rings(directory)
-        rings.create("sbx")
-        self.files: RingFiles = rings.open("sbx")
+        self.files: RingFiles = rings.create(("sbx", 1))
         self.cursor = Cursor(self.files.cursor)
         self.reader = RingReader(os.dup(self.files.records))
-        self.cursor.renew(1)
         self.cursor.open(is_open=True)
         self.writer = self.worker()
 
@@ -76,8 +74,7 @@ def test_records_come_out_in_their_order_and_only_the_first_wakes_auditd(ends: E
 
 def test_a_ring_of_zeros_is_closed(tmp_path: Path) -> None:
     rings = Rings(tmp_path / "rings")
-    rings.create("sbx")
-    files = rings.open("sbx")
+    files = rings.create(("sbx", 1))
     writer = map_ring(os.dup(files.records), os.dup(files.position), files.wake)
     assert (False, False) == (writer.is_open, writer.put(b"x"))
     files.close()
@@ -149,15 +146,6 @@ def test_what_was_settled_is_not_taken_for_unwritten(ends: Ends) -> None:
     assert ends.writer.put(b"1")
     recover(ends.cursor, ends.reader, 99)
     assert [b"1"] == ends.take()
-
-
-def test_a_new_generation_begins_with_an_empty_ring(ends: Ends) -> None:
-    assert ends.writer.put(b"old")
-    ends.reader.clear()
-    ends.cursor.renew(2)
-    writer = ends.worker()
-    assert writer.put(b"new")
-    assert (2, [b"new"]) == (ends.cursor.generation, ends.take())
 
 
 WRONG_HEADS = [1, 7, ROOM + 1, 2**63, 2**64 - 1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from io import StringIO
@@ -12,15 +13,17 @@ import pytest
 
 from audit import cli
 from audit.client import AuditUnavailable
+from audit.shared_ring import map_ring
 from runtimes import chains
 from runtimes.alarms import Breach
 from runtimes.chains import Chains
 from runtimes.process import bounded_log
 from runtimes.process.bounded_log import BoundedLog
-from runtimes.rings import Rings
+from runtimes.rings import OUTLIVES_SECONDS, Rings
+from tests import ring_state
 from tests.audit.conftest import A, Auditd, B
 from wire import Client, codec
-from wire.api.auditd import Anchor
+from wire.api.auditd import Anchor, AttachRing
 
 
 class Host:
@@ -183,3 +186,40 @@ def test_a_line_that_a_crash_cut_off_is_not_one(tmp_path: Path) -> None:
     assert [b"one\n"] == lines.read()
     lines.append(b"three\n", b"first\n")
     assert b"three\n" == lines.read()[-1]
+
+
+async def test_the_ring_of_an_ended_worker_is_written_before_its_chain_ends_and_then_removed(host: Host) -> None:
+    host.sandboxes = {A}
+    ring = host.rings.create((A, 1))
+    writer = map_ring(os.dup(ring.records), os.dup(ring.position), ring.wake)
+    await host.client("auditd").ask(AttachRing(A, 1), fds=ring.for_auditd)
+    assert writer.put(b'{"kind":"dns","decision":"allow","host":"a.example"}')
+    await host.auditd.stop(signal.SIGKILL)
+    await host.auditd.start()  # it has no ring yet
+    host.rings.ended((A, 1))
+    host.sandboxes = set()
+    host.chains.start()
+    await until(lambda: not host.rings.left())
+    await until(lambda: host.auditd.said(kind="checkpoint", closed=True))
+    assert [1] == [record["seq"] for record in host.auditd.said(host="a.example")]
+    ring.close()
+
+
+async def test_the_ring_of_a_worker_that_may_live_is_attached_and_stays(tmp_path: Path, host: Host) -> None:
+    """The worker of a killed hostd can write for a moment. Its ring is removed when that moment is over."""
+    now = 0.0
+    host.rings = Rings(tmp_path / "rings")
+    ring = host.rings.create((A, 1))
+    host.rings = Rings(tmp_path / "rings", lambda: now)  # that of the next hostd
+    host.again()
+    host.chains.start()
+    await until(lambda: ring_state.is_open(ring))
+    writer = map_ring(os.dup(ring.records), os.dup(ring.position), ring.wake)
+    assert writer.put(b'{"kind":"dns","decision":"allow","host":"late.example"}')
+    await until(lambda: host.auditd.said(host="late.example"))
+    assert [(A, 1)] == host.rings.left()
+    now = OUTLIVES_SECONDS
+    host.chains.wake()
+    await until(lambda: not host.rings.left())
+    assert not writer.put(b"{}")
+    ring.close()

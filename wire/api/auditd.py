@@ -88,11 +88,19 @@ class Attach(Request[Done]):
 
 @dataclass(frozen=True, slots=True)
 class AttachRing(Request[Done]):
-    """Take records of a sandbox's gateway from a ring.
+    """Take records of one worker of a sandbox from its ring. A ring that is attached already stays attached."""
 
-    Records of an earlier generation that are still in the ring are written first. The ring of a new generation is
-    empty, so its worker must not exist yet.
-    """
+    sandbox: str
+    generation: int
+
+    def __post_init__(self) -> None:
+        _check_chain(self.sandbox)
+        check_generation(self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRing(Request[Done]):
+    """Write what is left in the ring of a worker that has ended, and forget the ring."""
 
     sandbox: str
     generation: int
@@ -104,7 +112,7 @@ class AttachRing(Request[Done]):
 
 @dataclass(frozen=True, slots=True)
 class CloseSandbox(Request[Accepted]):
-    """End the chain of a sandbox, its channels and its ring. Records that are still in the ring are written first."""
+    """End the chain of a sandbox, its channels and its rings. Records that are left in a ring are written first."""
 
     sandbox: str
 
@@ -172,4 +180,4 @@ def _check_chain(sandbox: str) -> None:
 
 
 CHANNEL: Final = Operations(Record, Records)
-CONTROL: Final = Operations(Record, Records, Attach, AttachRing, CloseSandbox, Heads)
+CONTROL: Final = Operations(Record, Records, Attach, AttachRing, CloseRing, CloseSandbox, Heads)
