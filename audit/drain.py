@@ -4,6 +4,8 @@
   and waits for wake-ups only if the ring stayed empty. So a busy worker causes few wake-ups, and no record is older
   than `LINGER_SECONDS` before it is written.
 - Every ring is also looked at once a second (`audit.commit`): a worker cannot hide records by taking back its wake-up.
+- A record that waited longer in its ring, because auditd was down or the log could not be written, has the field
+  `accepted`: when the worker put it there, by the worker's clock.
 - Bytes that no worker writes are skipped, and a `gap` record says so.
 """
 
@@ -11,8 +13,11 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final
 
 from audit import line
@@ -23,6 +28,7 @@ from wire import RequestError
 from wire.api.auditd import Entry
 
 LINGER_SECONDS: Final = 0.004
+LATE_MILLISECONDS: Final = 50
 DAMAGED: Final = "the gateway's ring held bytes that are no record"
 INVALID: Final = "the gateway put a record into its ring that it may not write"
 
@@ -102,7 +108,8 @@ class Drain:
         except RingDamaged as error:
             self._skip(error)
             return [gap_entry(self.sandbox, DAMAGED)]
-        return [self._read(content) for content in contents]
+        now = time.time_ns() // 1_000_000
+        return [self._read(content, _accepted(put, now)) for put, content in contents]
 
     def begin(self, first: int, count: int) -> None:
         """The records that `take` returned are about to be written, from sequence number `first` on."""
@@ -136,15 +143,18 @@ class Drain:
             os.eventfd_read(self._wake)
         self._ready(self)
 
-    def _read(self, content: bytes) -> ChainEntry:
+    def _read(self, content: bytes, accepted: str | None) -> ChainEntry:
         found = line.read(content, KINDS[GATEWAY])
         if found is not None:
+            if accepted is not None:
+                found.accepted = accepted
             found.producer, (found.sandbox, found.generation) = GATEWAY, self.key
             return ChainEntry(self.sandbox, line=found)
         try:
             fields = json.loads(content)
             kind, decision = fields.pop("kind"), fields.pop("decision")
-            return self._entry(Entry(str(kind), str(decision), fields))
+            entry = self._entry(Entry(str(kind), str(decision), fields))
+            return entry if accepted is None else replace(entry, record={**entry.record, "accepted": accepted})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RequestError) as error:
             _log.error("a record in the ring of %s is refused: %s", self.sandbox, type(error).__name__)
             return gap_entry(self.sandbox, INVALID, 1)
@@ -153,3 +163,10 @@ class Drain:
         _log.error("the ring of %s is damaged: %s", self.sandbox, error)
         self._end = self._reader.head()
         self._cursor.settle(self._end)
+
+
+def _accepted(put: int, now: int) -> str | None:
+    """Return the time at which a record was put, if that is long ago; both in milliseconds of Unix time."""
+    if not LATE_MILLISECONDS < now - put < now:
+        return None
+    return datetime.fromtimestamp(put / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

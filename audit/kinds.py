@@ -34,6 +34,10 @@ COMMON: Final[Mapping[str, tuple[str, str]]] = {
     "hash": ("SHA-256", "the hash of this line"),
     "sandbox": ("text", "the sandbox that the record is about"),
     "generation": ("integer", "the generation of the gateway worker that wrote the record"),
+    "accepted": (
+        "time",
+        "when the worker put the record into its ring, by the worker's clock, if that was more than 50 ms before `ts`",
+    ),
     "clock_back": ("time", "the time of the previous line, if the clock was set back since"),
 }
 """Type and meaning of the fields that auditd adds to every record. `sandbox` can also come from a producer."""

@@ -19,7 +19,7 @@ from audit.producers import WRITABLE
 from audit.records import BOOLEANS, INTEGERS, LISTS, MAX_INTEGER, MAX_ITEMS, TEXTS, Decision
 
 _SET_BY_AUDITD: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("chain", "clock_back", "prev", "producer", "sandbox", "ts"), str),
+    **dict.fromkeys(("accepted", "chain", "clock_back", "prev", "producer", "sandbox", "ts"), str),
     **dict.fromkeys(("generation", "seq"), int),
 }
 _DECISIONS = frozenset(decision.value for decision in Decision)
@@ -91,9 +91,9 @@ def _is_plain(line: Any, kinds: frozenset[str]) -> bool:
     """Whether a line has only fields that its producer may set, and needs no truncation."""
     if line.kind not in kinds or line.decision not in _DECISIONS:
         return False
-    if not line.chain is line.clock_back is line.prev is line.producer is line.sandbox is line.ts is _UNSET:
+    if not line.accepted is line.chain is line.clock_back is line.prev is line.producer is _UNSET:
         return False
-    if not line.generation is line.seq is _UNSET:
+    if not line.generation is line.seq is line.sandbox is line.ts is _UNSET:
         return False
     path = line.path
     return path is _UNSET or not ("?" in path or "#" in path)

@@ -1,7 +1,7 @@
 """A ring of records in shared memory, between the gateway worker of one sandbox and auditd.
 
     ring     0      head: bytes that the worker has put into the ring
-             4096   records, one after the other, around the end: length, CRC-32, content
+             4096   records, one after the other, around the end: length, CRC-32, time, content
     cursor   0      state: OPEN if a record in the ring counts as accepted
              8      number of the present position, 0 or 1
              16     position 0: tail, first, count
@@ -28,6 +28,7 @@ each length against the head, and the head against the tail.
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,11 +42,15 @@ ROOM: Final = RING_BYTES - HEAD_BYTES
 MAX_RECORD: Final = 64 * 1024
 """The limit of one record's content, in bytes."""
 OPEN: Final = 1
-_PREFIX = struct.Struct("<II")
+_PREFIX = struct.Struct("<IIQ")
 _WORD = struct.Struct("<Q")
 _STATE, _PRESENT, _POSITIONS, _WORDS = 0, 1, 2, 3
 _TAIL, _FIRST, _COUNT = range(3)
 _DOUBTS: Final = 3
+
+
+type Put = tuple[int, bytes]
+"""When the worker put a record into the ring, by its own clock, in milliseconds of Unix time; and the record."""
 
 
 class RingDamaged(Exception):
@@ -120,7 +125,7 @@ class RingReader:
             found = again
         return int(_WORD.unpack(found)[0]) if len(found) == _WORD.size else 0
 
-    def read(self, tail: int, most: int) -> tuple[list[bytes], int]:
+    def read(self, tail: int, most: int) -> tuple[list[Put], int]:
         """Return up to `most` records from `tail` on, and the end of the last one.
 
         Raises:
@@ -131,10 +136,11 @@ class RingReader:
         if not 0 <= left <= ROOM:
             raise RingDamaged("its head is out of range")
         data = self._copy(tail, left)
-        records: list[bytes] = []
+        records: list[Put] = []
         at = 0
         while at < left and len(records) < most:
-            length, checksum = _PREFIX.unpack_from(data, at) if left - at >= _PREFIX.size else (MAX_RECORD + 1, 0)
+            whole = left - at >= _PREFIX.size
+            length, checksum, put = _PREFIX.unpack_from(data, at) if whole else (MAX_RECORD + 1, 0, 0)
             end = at + _PREFIX.size + length
             if length > MAX_RECORD or end > left:
                 raise RingDamaged("a record has no valid length")
@@ -146,7 +152,7 @@ class RingReader:
                     break
                 self._doubts = 0
                 raise RingDamaged("a record differs from its checksum")
-            records.append(content)
+            records.append((put, content))
             at = end
         if records:
             self._doubts = 0
@@ -197,7 +203,7 @@ class RingWriter:
         if words[_STATE] != OPEN:
             return False
         used = self._head - words[_POSITIONS + _WORDS * (words[_PRESENT] & 1) + _TAIL]
-        record = _PREFIX.pack(len(content), zlib.crc32(content)) + content
+        record = _PREFIX.pack(len(content), zlib.crc32(content), time.time_ns() // 1_000_000) + content
         if not 0 <= used <= ROOM - len(record) or len(content) > MAX_RECORD:
             return False
         at = self._head % ROOM

@@ -174,7 +174,7 @@ def read_log(records: Iterable[Mapping[str, Any]]) -> list[Record]:
                 path,
                 item.get("status"),
                 item.get("policy"),
-                datetime.fromisoformat(str(item["ts"])).timestamp(),
+                datetime.fromisoformat(str(item.get("accepted", item["ts"]))).timestamp(),
             )
         )
     return found

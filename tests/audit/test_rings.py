@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,28 @@ async def test_records_in_a_ring_survive_the_death_of_worker_and_auditd(auditd: 
     await one.drained()
     found = [(record["host"], record["generation"]) for record in auditd.said(kind="dns")]
     assert [(f"{number}.example", 3) for number in range(10)] == found
+    assert all("accepted" not in record or record["accepted"] < record["ts"] for record in auditd.said(kind="dns"))
+
+
+@pytest.mark.parametrize("host", ["late.example", "späte.example"])
+async def test_a_record_that_waited_has_the_time_at_which_it_was_accepted(
+    auditd: Auditd, one: Producer, host: str
+) -> None:
+    """Both ways of reading a record. A record that was written at once has no such field."""
+    assert auditd.process is not None
+    worker = one.worker()
+    auditd.process.send_signal(signal.SIGSTOP)
+    before = time.time()
+    await worker.accept("dns", "allow", host=host)
+    after = time.time()
+    await asyncio.sleep(0.2)  # the time that is measured
+    auditd.process.send_signal(signal.SIGCONT)
+    await one.drained()
+    (record,) = auditd.said(host=host)
+    accepted = datetime.fromisoformat(record["accepted"]).timestamp()
+    assert before - 0.001 <= accepted <= after
+    assert datetime.fromisoformat(record["ts"]).timestamp() - accepted > 0.19
+    assert [] == auditd.verify().findings
 
 
 async def test_a_worker_that_outlives_its_hostd_harms_no_record_of_the_next_worker(

@@ -23,6 +23,8 @@ from audit.shared_ring import (
 )
 from runtimes.rings import RingFiles, Rings
 
+PREFIX = 16
+
 
 class Ends:
     """Both ends of one ring."""
@@ -41,7 +43,7 @@ class Ends:
     def take(self, most: int = 1000) -> list[bytes]:
         records, end = self.reader.read(self.cursor.tail, most)
         self.cursor.settle(end)
-        return records
+        return [content for _, content in records]
 
     def woken(self) -> int:
         try:
@@ -85,13 +87,13 @@ def test_a_full_ring_takes_nothing_until_records_are_in_the_log(ends: Ends) -> N
     put = 0
     while ends.writer.put(content):
         put += 1
-    assert put == ROOM // (8 + len(content))
+    assert put == ROOM // (PREFIX + len(content))
     assert not ends.writer.put(content)
     records, end = ends.reader.read(ends.cursor.tail, 1)
     assert not ends.writer.put(content)  # copied is not settled
     ends.cursor.settle(end)
     assert ends.writer.put(content)
-    assert ([content], [content] * put) == (records, ends.take())
+    assert ([content], [content] * put) == ([one for _, one in records], ends.take())
 
 
 def test_a_record_above_the_limit_is_not_put(ends: Ends) -> None:
@@ -122,7 +124,7 @@ def test_any_records_pass_around_the_end(steps: list[tuple[bytes, int]]) -> None
 
 def test_a_worker_that_died_before_it_moved_the_head_has_put_nothing(ends: Ends) -> None:
     assert ends.writer.put(b"whole")
-    ends.scribble(struct.pack("<II", 100, 0) + b"half", HEAD_BYTES + 8 + 5)
+    ends.scribble(struct.pack("<IIQ", 100, 0, 0) + b"half", HEAD_BYTES + PREFIX + 5)
     assert [b"whole"] == ends.take()
     again = ends.worker()
     assert again.put(b"next")
@@ -169,7 +171,7 @@ def test_a_head_that_goes_back_is_damage(ends: Ends) -> None:
 @pytest.mark.parametrize("length", [MAX_RECORD + 1, 2**32 - 1, 6])
 def test_a_length_beyond_the_head_is_damage(ends: Ends, length: int) -> None:
     assert ends.writer.put(b"first")
-    ends.scribble(struct.pack("<II", length, zlib.crc32(b"first")), HEAD_BYTES)
+    ends.scribble(struct.pack("<IIQ", length, zlib.crc32(b"first"), 0), HEAD_BYTES)
     with pytest.raises(RingDamaged):
         ends.reader.read(ends.cursor.tail, 10)
 
@@ -178,12 +180,12 @@ def test_a_record_that_differs_from_its_checksum_is_awaited_for_a_moment_and_the
     """On some processors the head can be seen before the bytes."""
     assert ends.writer.put(b"first")
     assert ends.writer.put(b"second")
-    ends.scribble(b"F", HEAD_BYTES + 8)
+    ends.scribble(b"F", HEAD_BYTES + PREFIX)
     assert [] == ends.take()
-    ends.scribble(b"f", HEAD_BYTES + 8)
+    ends.scribble(b"f", HEAD_BYTES + PREFIX)
     assert [b"first", b"second"] == ends.take()
     assert ends.writer.put(b"third")
-    ends.scribble(b"T", HEAD_BYTES + 8 + 5 + 8 + 6 + 8)
+    ends.scribble(b"T", HEAD_BYTES + PREFIX + 5 + PREFIX + 6 + PREFIX)
     assert [[], []] == [ends.take(), ends.take()]
     with pytest.raises(RingDamaged):
         ends.take()
@@ -191,7 +193,7 @@ def test_a_record_that_differs_from_its_checksum_is_awaited_for_a_moment_and_the
 
 def test_a_cursor_that_no_auditd_writes_is_a_full_ring(ends: Ends) -> None:
     assert ends.writer.put(b"x")
-    for tail in (9 + 1, 2**64 - 1):
+    for tail in (PREFIX + 2, 2**64 - 1):
         ends.cursor.settle(tail)
         assert not ends.writer.put(b"y")
 
