@@ -16,8 +16,8 @@ to look for -> decide again -> `Forward`.
 - Each request is judged on its own, independently of earlier requests on its connection.
 - A denial is a 403 with a reason, a request above the rate limit a 429. A failure of the log or the vault is a 503,
   and so is an overloaded worker. On any other exception the engine ends the flow.
-- The allow record names the connection that carries the request, if it exists already. Otherwise a `connect` record
-  names it before the first byte of the request is sent.
+- The allow record names the connection that carries the request, if the engine reserves an existing one. Otherwise a
+  `connect` record names it before the first byte of the request is sent.
 - If policy can send a secret to a host, every response of that host is searched for it: header names and values,
   body, trailers. The values to look for are fixed when the response begins. Encoded bodies are decoded up to a limit.
   A response that cannot be searched (part of a document, unknown charset) is withheld. Requests to such a host ask
@@ -28,6 +28,7 @@ lines: the order of one exchange, read from top to bottom.)
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -42,7 +43,7 @@ from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
 from gateway.scrub.stream import Scrubber, Withheld, scrub_header
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
-from gateway.verdicts import Answer, Forward, ForwardHead, Origin, Relay, ResponseHead, Route
+from gateway.verdicts import Answer, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
 from policy.injection import InjectionPlan, render
@@ -54,6 +55,9 @@ _KEPT_HEADS = 128
 _MAX_KEPT_HEAD = 4096
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
+
+type Reserve = Callable[[frozenset[InjectionPlan]], Route | None]
+"""Reserves an existing connection for a request with these secrets; returns its route, None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +187,13 @@ class Exchange:
         self.session.refused(Refused(reason))
 
     async def request(
-        self, parts: RequestParts, destination: tuple[str, int, bytes], route: Route | None
+        self, parts: RequestParts, destination: tuple[str, int, bytes], reserve: Reserve
     ) -> Answer | Forward:
         """Judge one request, and prepare it.
 
         Args:
             destination: host, port and scheme to which the engine would send the request.
-            route: an existing connection that would carry it, None if there is none.
+            reserve: called once for a request that policy allows, before its record.
 
         Raises:
             Exception: the flow must end.
@@ -215,11 +219,13 @@ class Exchange:
             return await self._deny_over(parts, translated, over)
         admitted = effects.admission.begin()
         try:
-            headers = await self._permit(parts, translated, decision, route)
+            self._route = reserve(frozenset(decision.injections))
+            permitted = await self._permit(parts, translated, decision, self._route)
         finally:
             effects.admission.end(admitted)
-        if isinstance(headers, Answer):
-            return headers
+        if isinstance(permitted, Answer):
+            return permitted
+        headers, injected = permitted
         if self._decide(translated) != decision:
             # Policy changed during the waits for log and vault. The decision under the old policy is void.
             changed = Deny(decision.rule, "the policy changed while this request was waiting")
@@ -227,10 +233,9 @@ class Exchange:
         if not session.searched.covers(decision.injections):
             raise RuntimeError("a secret would be sent that responses are not searched for")
         self._http2 = parts.version == HTTP2
-        self._route = route
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._head(parts, translated, headers), self.scrub)
+        forward = Forward(self._head(parts, translated, headers), self.scrub, injected)
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
@@ -248,8 +253,8 @@ class Exchange:
 
     async def _permit(
         self, parts: RequestParts, translated: Translated, allowed: AllowRequest, route: Route | None
-    ) -> Headers | Answer:
-        """Return the headers to forward, or the answer to a request that is not forwarded."""
+    ) -> tuple[Headers, Injected] | Answer:
+        """Return the headers to forward and their secrets, or the answer to a request that is not forwarded."""
         session, effects = self.session, self.session.effects
         facts, observed = translated.facts, allowed.observed
         asked: str | None = None
@@ -269,6 +274,7 @@ class Exchange:
                 ),
             )
             rendered: list[tuple[str, str]] = []
+            injected: list[tuple[InjectionPlan, Secret]] = []
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(plan.secret for plan in allowed.injections)
             session.sensitive.update(plan.slot.encode("ascii") for plan in allowed.injections)
@@ -278,6 +284,7 @@ class Exchange:
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
                 rendered.append(self._rendered(plan, value))
+                injected.append((plan, value))
                 used = self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
                 await effects.recorder.accept("secret.use", "allow", **used)
             before, last, headers = session.injected
@@ -293,7 +300,7 @@ class Exchange:
             reason = "a secret cannot be sent" if isinstance(error, ValueError) else "not available"
             session.deny(allowed.rule, reason)
             return self._answer(parts, 503, pages.failure(503))
-        return headers
+        return headers, tuple(injected)
 
     def _rendered(self, plan: InjectionPlan, value: Secret) -> tuple[str, str]:
         """Return the header that carries a secret.

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from gateway.translate import Headers
 from policy.facts import FlowFacts
+from policy.injection import InjectionPlan
+from vault.secret import Secret
+
+type Injected = tuple[tuple[InjectionPlan, Secret], ...]
+"""The secrets of one request, each with its place in the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,14 @@ class ForwardHead:
 class Forward:
     """The request may be sent, with this head. Its body goes through `Exchange.request_chunk`; trailers are dropped.
 
-    `scrub`: the response will be searched for secrets, so the request asks for the whole document without coding.
+    Attributes:
+        scrub: the response will be searched for secrets, so the request asks for the whole document without coding.
+        injected: the secrets in the head. A connection that carried others must not carry this request.
     """
 
     head: ForwardHead
     scrub: bool
+    injected: Injected = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Worker:
         for service in services:
             if service.done() and not service.cancelled() and service.exception() is not None:
                 _log.error("%s ended: %s", service.get_name(), type(service.exception()).__name__)
-        self._registry.cut_all()
+        self._cut_all()
         await self._audit.close(_DRAIN_SECONDS)
 
     async def _keep(self, channel: ChannelName, ended: Callable[[], Awaitable[object]]) -> None:
@@ -149,9 +149,15 @@ class Worker:
         return None if self._state.config is None else self._names.take(self._state.config.policy.dns, time.monotonic())
 
     def _spent(self) -> None:
-        cut = self._registry.cut_all()
+        cut = self._cut_all()
         reason = "the sandbox has sent as many bytes as its policy allows"
         self._audit.note("flow", "deny", rule=RULE, reason=reason, count=cut)
+
+    def _cut_all(self) -> int:
+        """Abort every flow, and end the idle upstream connections; return the number of flows."""
+        if self._inspection.engine is not None:
+            self._inspection.engine.drop_idle()
+        return self._registry.cut_all()
 
     def _watch_guard(self) -> None:
         asyncio.get_running_loop().add_reader(self._state.guard.fd, self._guard_gone)
@@ -161,7 +167,7 @@ class Worker:
         if self._state.guard.alive:
             self._watch_guard()
             return
-        cut = self._registry.cut_all()
+        cut = self._cut_all()
         _log.error("the guard is gone: dialling stopped, %d flows cut", cut)
         self._audit.note("gateway.guard", "deny", reason="the guard is gone", count=cut)
 

@@ -2,7 +2,8 @@
 
 - `repr` and `str` return a fixed text. Formatting into a string, pickling, copying and JSON encoding raise.
 - Comparison takes constant time. A secret cannot be a dictionary key.
-- Only `reveal()` returns the text, so a search for that word finds every use of a secret.
+- Only `reveal()` returns the text, so a search for that word finds every use of a secret. `identity()` tells equal
+  texts apart from others, for a caller with a key of its own.
 
 The type does not wipe memory: Python strings are immutable, and the interpreter may copy them. The process limits the
 exposure (no core dumps, not dumpable, pages locked if permitted).
@@ -31,6 +32,13 @@ class Secret:
     def reveal(self) -> str:
         """Return the text. Do not pass it to code that logs, formats or stores it."""
         return self._text
+
+    def identity(self, key: bytes) -> bytes:
+        """Return a keyed digest: equal for equal texts under one key, and without meaning under another.
+
+        `key` is random and stays in this process, at least 32 bytes.
+        """
+        return hmac.digest(key, _octets(self._text), "sha256")
 
     def __repr__(self) -> str:
         return "Secret(hidden)"

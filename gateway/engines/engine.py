@@ -5,8 +5,9 @@
 | offers HTTP/1.1 in TLS, offers no protocol, or speaks plain HTTP | `http1` |
 | offers only HTTP/2 | `http2` |
 
-- A worker has one `FlowEngine`. The flows of the sandbox share certificates and TLS contexts, and nothing else. No
-  upstream connection outlives its flow.
+- A worker has one `FlowEngine`. The flows of the sandbox share certificates, TLS contexts and idle upstream connections
+  (`gateway.engines.pool`), and nothing else. A connection in use belongs to one flow. It outlives that flow only in the
+  pool: after a complete exchange, and not after a change of policy, of roots, or of the secrets that it carried.
 - `handle` closes both connections in every case.
 """
 
@@ -16,10 +17,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.admission import Admission
 from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
+from gateway.engines.pool import Pool
 from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer, describe
 from gateway.exchange import Session
 from gateway.ledger import Ledger
@@ -44,6 +46,7 @@ class Shared:
     effects: Effects
     limits: EngineLimits
     beat: Callable[[], None]
+    pool: Pool[Any]
 
 
 class Flow(Protocol):
@@ -124,6 +127,7 @@ class FlowEngine:
         self._identity = identity
         self._clients = ClientContexts()
         self._upstream = UpstreamContext(upstream_roots)
+        self._pool: Pool[Any] = Pool(self._limits)
         self._live: set[Flow] = set()
         self._ledger = ledger
         self._known = KnownPatterns()
@@ -144,13 +148,17 @@ class FlowEngine:
     ) -> None:
         """Use other certificates, roots or limits for flows that begin from now on.
 
+        Other roots or limits end the idle upstream connections.
+
         Raises:
             ValueError: see the constructor; the old values stay in force.
         """
         upstream = self._upstream if upstream_roots is None else UpstreamContext(upstream_roots)
         self._upstream = upstream
         self._identity = identity or self._identity
-        self._limits = limits or self._limits
+        self._limits = self._pool.limits = limits or self._limits
+        if upstream_roots is not None or limits is not None:
+            self._pool.drop()
 
     async def handle(self, flow: InspectedFlow) -> None:
         """See `gateway.engines.port.Engine`."""
@@ -170,6 +178,7 @@ class FlowEngine:
             self._effects,
             self._limits,
             self._ledger.beat,
+            self._pool,
         )
         served = framing(flow, shared)
         self._live.add(served)
@@ -207,14 +216,20 @@ class FlowEngine:
     def revoke(self, secrets: frozenset[str] | None) -> int:
         """See `gateway.engines.port.Engine`."""
         self._known.drop()
+        self._pool.revoke(secrets)
         hit = [one for one in self._live if (one.session.used if secrets is None else one.session.used & secrets)]
         return self._abort(hit)
 
     def recheck(self) -> int:
         """See `gateway.engines.port.Engine`."""
+        self._pool.drop()
         for one in self._live:
             one.drop_leftovers()
         return self._abort([one for one in self._live if not _still_allowed(one)])
+
+    def drop_idle(self) -> None:
+        """See `gateway.engines.port.Engine`."""
+        self._pool.drop()
 
     def _abort(self, flows: list[Flow]) -> int:
         for flow in flows:

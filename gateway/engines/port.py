@@ -100,7 +100,12 @@ class EngineLimits:
 
     Attributes:
         flows: concurrent flows. A further flow is closed at once.
-        upstream_connections: connections per flow.
+        upstream_connections: connections per flow. A flow in HTTP/1.1 uses one at a time.
+        idle_connections: upstream connections that are kept for later requests, together.
+        idle_per_destination: those among them to one host, port and scheme.
+        connection_idle_seconds: the time for which a connection without a request is kept. Common servers end one after
+            60 seconds or later.
+        connection_age_seconds: the time from its handshake after which a connection carries no further request.
         idle_seconds: the longest time without a byte in either direction. At the end of a flow, also the longest time
             in which a side takes none of the bytes that are left for it.
         handshake_seconds: the time for the client's TLS handshake (from the start of the flow), for each request head
@@ -112,6 +117,10 @@ class EngineLimits:
 
     flows: int = 512
     upstream_connections: int = 32
+    idle_connections: int = 32
+    idle_per_destination: int = 8
+    connection_idle_seconds: float = 30.0
+    connection_age_seconds: float = 300.0
     idle_seconds: int = 900
     handshake_seconds: float = 10.0
     scrub_body_bytes: int = 8 * 1024 * 1024
@@ -131,7 +140,7 @@ class Engine(Protocol):
         ...
 
     def reconfigure(self, *, upstream_roots: str, limits: EngineLimits) -> None:
-        """Use other roots and limits for flows that begin from now on.
+        """Use other roots and limits for flows that begin from now on, and end idle upstream connections.
 
         Raises:
             ValueError: see `MakeEngine`; the old values stay in force.
@@ -139,11 +148,21 @@ class Engine(Protocol):
         ...
 
     def revoke(self, secrets: frozenset[str] | None) -> int:
-        """Abort every live flow that used one of `secrets` (None: any secret); return their number."""
+        """Abort every live flow that used one of `secrets` (None: any secret); return their number.
+
+        Idle upstream connections that carried one of them end.
+        """
         ...
 
     def recheck(self) -> int:
-        """Abort every live flow with a request in progress that policy no longer allows; return their number."""
+        """Abort every live flow with a request in progress that policy no longer allows; return their number.
+
+        Idle upstream connections end, and those in use carry no further request.
+        """
+        ...
+
+    def drop_idle(self) -> None:
+        """End all idle upstream connections. Those in use carry no further request."""
         ...
 
 

@@ -16,6 +16,7 @@ from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
 from policy.decision import Deny
 from policy.facts import FlowFacts, Scheme
+from policy.injection import InjectionPlan
 from tests.gateway.exchange_cases import (
     ALLOWED,
     BODY,
@@ -73,6 +74,10 @@ def parts_of(case: Case) -> RequestParts:
     return RequestParts(11, case.method, case.path, b"", b"", ((b"Host", case.host), *case.headers, *framing))
 
 
+def no_connection(_plans: frozenset[InjectionPlan]) -> None:
+    """There is no connection yet."""
+
+
 def drive(case: Case) -> Seen:
     """Act as an engine that does no framing and connects at once."""
     ports = case.ports()
@@ -90,7 +95,7 @@ def drive(case: Case) -> Seen:
 
 
 def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> None:
-    verdict = ended(exchange.request(parts_of(case), DESTINATION, None))
+    verdict = ended(exchange.request(parts_of(case), DESTINATION, no_connection))
     assert exchange.allowed is session.may_connect() is isinstance(verdict, Forward)
     if isinstance(verdict, Answer):
         seen.status, seen.headers, seen.body, seen.whole = verdict.status, fields(verdict.headers), verdict.body, True
@@ -221,7 +226,7 @@ def test_the_records_of_a_case_have_their_fields_and_no_other(name: str) -> None
 def test_a_path_that_is_cut_in_a_record_is_recorded_with_its_hash(length: int) -> None:
     path = "/".ljust(length, "a")
     ports = Ports(Deny("no", "closed"))
-    ended(Exchange(session_of(ports), "q1").request(replace(PARTS, target=path.encode()), DESTINATION, None))
+    ended(Exchange(session_of(ports), "q1").request(replace(PARTS, target=path.encode()), DESTINATION, no_connection))
     whole = {} if length == MAX_RECORDED_PATH else {"path_sha256": hashlib.sha256(path.encode()).hexdigest()}
     expected = denial("closed", "no", REQUESTED | {"path": path[:MAX_RECORDED_PATH]}, **whole)
     assert [expected] == ports.records
@@ -236,7 +241,7 @@ def test_the_page_of_a_denial_has_method_host_and_path_of_the_request(accept: He
     """Without the query, and with only the beginning of a long path."""
     path = b"/".ljust(600, b"a")
     parts = replace(PARTS, method=b"PUT", target=path + b"?q=1", headers=(*PARTS.headers, *accept))
-    answer = ended(Exchange(session_of(Ports(Deny("no", "closed"))), "q1").request(parts, DESTINATION, None))
+    answer = ended(Exchange(session_of(Ports(Deny("no", "closed"))), "q1").request(parts, DESTINATION, no_connection))
     assert isinstance(answer, Answer)
     assert kind == dict(answer.headers)[b"content-type"]
     assert path[:512] in answer.body and path[:513] not in answer.body and b"q=1" not in answer.body
@@ -249,7 +254,7 @@ def test_the_page_of_a_denial_has_method_host_and_path_of_the_request(accept: He
 def forwarded(ports: Ports | None = None) -> Exchange:
     """Return an exchange whose request may be sent."""
     exchange = Exchange(session_of(ports or Ports()), "q1")
-    assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Forward)
+    assert isinstance(ended(exchange.request(PARTS, DESTINATION, no_connection)), Forward)
     return exchange
 
 
@@ -268,7 +273,7 @@ def streaming(ports: Ports | None = None) -> Exchange:
 def refused() -> Exchange:
     """Return an exchange that was answered."""
     exchange = Exchange(session_of(Ports(Deny("no", "closed"))), "q1")
-    assert isinstance(ended(exchange.request(PARTS, DESTINATION, None)), Answer)
+    assert isinstance(ended(exchange.request(PARTS, DESTINATION, no_connection)), Answer)
     return exchange
 
 
@@ -276,13 +281,13 @@ def failed() -> Exchange:
     """Return an exchange whose judgement raised."""
     exchange = Exchange(session_of(Ports(None)), "q1")
     with pytest.raises(TypeError):
-        ended(exchange.request(PARTS, DESTINATION, None))
+        ended(exchange.request(PARTS, DESTINATION, no_connection))
     return exchange
 
 
 STEPS: dict[str, Callable[[Exchange], object]] = {
     "malformed": lambda one: one.malformed("no"),
-    "request": lambda one: ended(one.request(PARTS, DESTINATION, None)),
+    "request": lambda one: ended(one.request(PARTS, DESTINATION, no_connection)),
     "connection": lambda one: ended(one.connection(ROUTE)),
     "request_chunk": lambda one: one.request_chunk(b"x"),
     "response": lambda one: ended(one.response(ResponseHead(200, False, ()))),
@@ -345,13 +350,13 @@ def test_a_request_is_judged_for_the_destination_of_its_flow_only(destination: t
     ports = Ports()
     exchange = Exchange(session_of(ports), "q1")
     with pytest.raises(RuntimeError, match="the engine would send this request to another destination than the flow's"):
-        ended(exchange.request(PARTS, destination, None))
+        ended(exchange.request(PARTS, destination, no_connection))
     assert ([], False) == (ports.steps, exchange.allowed)
 
 
 def test_a_secret_that_is_not_looked_for_is_not_sent() -> None:
     with pytest.raises(RuntimeError, match=r"^a secret would be sent that responses are not searched for$"):
-        ended(Exchange(session_of(Ports(uses=())), "q1").request(PARTS, DESTINATION, None))
+        ended(Exchange(session_of(Ports(uses=())), "q1").request(PARTS, DESTINATION, no_connection))
 
 
 def test_a_tunnel_is_opened_by_a_valid_handshake_only() -> None:
@@ -365,7 +370,7 @@ def test_nothing_may_be_sent_before_the_last_step() -> None:
     exchange = Exchange(session, "q1")
     early: list[bool] = []
     ports.on_step = lambda _number, _step: early.append(exchange.allowed or session.may_connect())
-    ended(exchange.request(PARTS, DESTINATION, None))
+    ended(exchange.request(PARTS, DESTINATION, no_connection))
     assert (ORDER, [False] * len(ORDER)) == (ports.steps, early)
     assert exchange.allowed and session.may_connect()
 
@@ -375,7 +380,7 @@ def test_a_revocation_finds_the_session_before_its_secret_is_there() -> None:
     session = session_of(ports)
     found: list[str] = []
     ports.on_step = lambda _number, step: found.append(step) if "api-token" in session.used else None
-    ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    ended(Exchange(session, "q1").request(PARTS, DESTINATION, no_connection))
     assert ["lease", "secret.use allow", "searched", "decide"] == found
     assert {b"x-api-key"} == session.sensitive
 
@@ -384,7 +389,7 @@ def test_a_connection_that_the_record_has_is_not_recorded_again() -> None:
     ports = Ports()
     session = session_of(ports)
     exchange = Exchange(session, "q1")
-    ended(exchange.request(PARTS, DESTINATION, ROUTE))
+    ended(exchange.request(PARTS, DESTINATION, lambda _plans: ROUTE))
     ended(exchange.connection(ROUTE))
     assert ORDER == ports.steps
     assert [ROUTE.address, HOST] == [ports.records[0][2][name] for name in ("address", "peer_name")]
@@ -397,7 +402,7 @@ def test_an_overloaded_worker_counts_and_asks_nothing() -> None:
     session = session_of(ports, lambda: now)
     session.effects.admission.begin()
     now = 30.0
-    answer = ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    answer = ended(Exchange(session, "q1").request(PARTS, DESTINATION, no_connection))
     assert isinstance(answer, Answer)
     assert (503, (b"retry-after", b"30")) == (answer.status, answer.headers[-1])
     assert (["decide"], ["overload"]) == (ports.steps, ports.denials())
@@ -415,7 +420,7 @@ def test_a_request_is_under_way_until_it_may_be_forwarded(step: str) -> None:
             waits.append(session.effects.admission.retry_after())
 
     ports.on_step = look
-    ended(Exchange(session, "q1").request(PARTS, DESTINATION, None))
+    ended(Exchange(session, "q1").request(PARTS, DESTINATION, no_connection))
     assert ([60], None) == (waits, session.effects.admission.retry_after())
 
 
@@ -446,7 +451,7 @@ def test_what_is_held_back_of_a_body_that_ends_abruptly_is_not_shown() -> None:
 def test_messages_of_grpc_are_taken_one_by_one_over_http2_only(both: tuple[bool, bool]) -> None:
     case = Case("", [], 200, http2=both[0])
     exchange = Exchange(session_of(Ports()), "q1")
-    ended(exchange.request(parts_of(case), DESTINATION, None))
+    ended(exchange.request(parts_of(case), DESTINATION, no_connection))
     ended(exchange.connection(ROUTE))
     ended(exchange.response(ResponseHead(200, both[1], (GRPC,))))
     assert b"" == exchange.response_chunk(b"\0\0\0\0\2ok")
@@ -510,7 +515,7 @@ def test_the_outcome_is_in_the_log() -> None:
     ports = Ports(OPEN, ())
     session = session_of(ports, lambda: now)
     exchange = Exchange(session, "q1")
-    ended(exchange.request(PARTS, DESTINATION, ROUTE))
+    ended(exchange.request(PARTS, DESTINATION, lambda _plans: ROUTE))
     ended(exchange.connection(ROUTE))
     exchange.request_chunk(b"up")
     ended(exchange.response(ResponseHead(204, False, ())))

@@ -21,7 +21,7 @@ _PART = 64 * 1024
 
 
 class BufferedConnection(asyncio.Protocol):
-    """One connection. `moved` is called when bytes arrive."""
+    """One connection. `moved` is called when bytes arrive; it can be replaced."""
 
     def __init__(self, writer: asyncio.StreamWriter, limit: int, moved: Callable[[], None]) -> None:
         self.data = bytearray()
@@ -31,7 +31,7 @@ class BufferedConnection(asyncio.Protocol):
         self._transport = writer.transport
         self._former = writer.transport.get_protocol()
         self._limit = limit
-        self._moved = moved
+        self.moved = moved
         self._tls: MemoryTls | None = None
         self._eof = False
         self._lost = False
@@ -71,7 +71,7 @@ class BufferedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._moved()
+        self.moved()
         if self._tls is None:
             self.data += data
         else:
@@ -142,15 +142,25 @@ class BufferedConnection(asyncio.Protocol):
         Raises:
             ConnectionError: the connection was reset, its TLS failed, or the flow interrupted it.
         """
-        if not self._reading and len(self.data) <= self._limit:
-            self._reading = True
-            if not self._transport.is_closing():
-                self._transport.resume_reading()  # type: ignore[attr-defined]
+        if len(self.data) <= self._limit:
+            self._resume_reading()
         have = len(self.data)
         while len(self.data) == have:
             if not await self._more():
                 return False
         return True
+
+    def rest(self, stirred: Callable[[], None]) -> bool:
+        """Call `stirred` when bytes arrive or the peer ends its direction; False if bytes are left or it has ended."""
+        if self.at_end or self.data or self.unsent or self._transport.is_closing():
+            return False
+        self.moved = self.ended = stirred
+        self._resume_reading()
+        return True
+
+    def resume(self, moved: Callable[[], None]) -> None:
+        """Continue after `rest`."""
+        self.moved, self.ended = moved, None
 
     def write(self, data: bytes) -> None:
         """Send bytes, or queue them.
@@ -219,6 +229,12 @@ class BufferedConnection(asyncio.Protocol):
         """Wait until the connection is closed."""
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
+
+    def _resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            if not self._transport.is_closing():
+                self._transport.resume_reading()  # type: ignore[attr-defined]
 
     async def _more(self) -> bool:
         """Wait for one event; False at the end of the stream."""

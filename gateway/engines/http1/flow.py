@@ -1,7 +1,8 @@
 """One inspected flow in HTTP/1.1: its client, its time, and its end. `transaction` serves each of its requests.
 
 - Requests of a flow are served one after the other. A request is read only after the response before it is complete.
-- Connections to the server come from the flow's dialler, go to the flow's destination, and end with the flow.
+- Connections to the server come from the flow's dialler or from the pool of the sandbox, and go to the flow's
+  destination. They end with the flow, unless they were returned to the pool.
 - Any exception but a lost connection aborts the flow: each connection is reset, and nothing queued is sent.
 - A flow ends when its queued bytes are sent, or when a side has taken none of them for the idle time.
 """
@@ -90,6 +91,7 @@ class Http1Flow:
     async def close(self) -> None:
         """Close each connection when its queued bytes are sent, or when its peer has taken none for the idle time."""
         self._idle.cancel()
+        self._servers.close()
         if self._client is None:
             self._flow.writer.close()
         connections = self._connections()

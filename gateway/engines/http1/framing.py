@@ -6,6 +6,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from typing import Protocol
 
 import httptools
@@ -20,6 +21,11 @@ _TOO_LARGE = "the response head is over the limit"
 _MAX_TRAILERS = 16 * 1024
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+
+
+_AUTHENTICATION = frozenset({b"authorization", b"www-authenticate"})
+_OF_CONNECTION = frozenset({b"proxy-authenticate", b"persistent-auth"})
+_CONNECTION_SCHEME = re.compile(rb"\b(?:ntlm|negotiate|kerberos)\b", re.IGNORECASE)
 
 
 class FramingError(Exception):
@@ -143,6 +149,17 @@ def closes(head: RequestHead) -> bool:
         for part in value.split(b",")
     }
     return b"close" in options or (head.minor_version == 0 and b"keep-alive" not in options)
+
+
+def binds_connection(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a request or response with these headers authenticates its connection, or asks for that.
+
+    With NTLM and Negotiate a server takes later requests of the connection for those of the same user.
+    """
+    return any(
+        name.lower() in _OF_CONNECTION or (name.lower() in _AUTHENTICATION and _CONNECTION_SCHEME.search(value))
+        for name, value in headers
+    )
 
 
 def check_framing(headers: Headers) -> None:

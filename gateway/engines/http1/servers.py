@@ -1,16 +1,21 @@
-"""The server's side of one flow: its connections, of which one at a time is in use."""
+"""The server's side of one flow: one connection at a time, from the pool of the sandbox or opened for the request.
+
+`reserve` or `get`, then `keep` after a complete exchange, otherwise `leave`. `keep` also returns a reserved connection
+whose request is not forwarded.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from gateway.engines.engine import Shared
 from gateway.engines.http1.buffered import BufferedConnection
+from gateway.engines.pool import Carried, Place, Pool, Pooled
 from gateway.engines.port import InspectedFlow, describe
 from gateway.exchange import Session
 from gateway.tls.contexts import peer_name
-from gateway.verdicts import Route
-from policy.facts import Scheme
+from gateway.verdicts import Injected, Route
+from policy.facts import FlowFacts, Scheme
+from policy.injection import InjectionPlan
 from wire.patience import Countdown, Patience
 
 BUFFER = 256 * 1024
@@ -21,17 +26,11 @@ class ServerFailed(ConnectionError):
     """There is no connection, it failed, or the response on it is malformed."""
 
 
-@dataclass(slots=True)
-class ServerConnection:
-    """A connection to the server. `used`: it has carried a request."""
-
-    connection: BufferedConnection
-    route: Route
-    used: bool = False
+type ServerConnection = Pooled[BufferedConnection]
 
 
 class Servers:
-    """Opens connections to the destination of a flow. `engine` is the name of the framing in records."""
+    """Connections to the destination of a flow. `engine` is the name of the framing in records."""
 
     def __init__(
         self,
@@ -48,36 +47,67 @@ class Servers:
         self._engine = engine
         self._moved = moved
         self._waiting = waiting
+        self._pool: Pool[BufferedConnection] = shared.pool
+        self._place = Place(FlowFacts(flow.host, flow.port, flow.scheme), shared.upstream)
         self._current: ServerConnection | None = None
         self.connections: list[BufferedConnection] = []
-        """All connections that can hold unsent bytes."""
+        """All connections that can hold unsent bytes. Idle ones are not among them."""
 
-    def route(self) -> Route | None:
-        """Return the route of the open connection for the next request, None if there is none.
+    def reserve(self, plans: frozenset[InjectionPlan]) -> Route | None:
+        """Take an idle connection for a request with the secrets of `plans`; return its route, None if there is none.
 
-        A connection that the server has ended, or on which it has sent bytes without a request, is not used again.
+        `keep` returns it if the request is not sent.
         """
-        server = self._current
-        if server is not None and (server.connection.at_end or server.connection.data):
-            self.leave()
+        self.leave()
+        server = self._current = self._pool.take(self._place, plans, self)
+        if server is None:
             return None
-        return None if server is None else server.route
+        server.connection.resume(self._moved)
+        self._enter(server.connection)
+        return server.route
 
-    async def get(self) -> ServerConnection:
-        """Return the connection for a request; open one if there is none.
+    async def get(self, injected: Injected) -> ServerConnection:
+        """Return the reserved connection for a request with these secrets; open one if there is none.
+
+        A reserved connection is not used if the server has ended it or has sent bytes, if it carried another value of
+        a secret, or if policy, roots or secrets changed.
 
         Raises:
             ServerFailed: there is none.
         """
-        if self.route() is None or self._current is None:
-            self._current = await self._connect()
-        return self._current
+        if not self._session.may_connect():
+            raise RuntimeError("a connection without an allowed request")
+        carried, server = self._pool.carried(injected), self._current
+        if server is not None and not self._usable(server, carried):
+            self.leave()
+        server = self._current = self._current or await self._connect()
+        server.carried = carried
+        return server
+
+    def bind(self) -> None:
+        """Use the connection in use for no other flow."""
+        if self._current is not None:
+            self._current.owner = self
+
+    def keep(self) -> None:
+        """Keep the connection for later requests: its exchange is complete, or it was reserved and not used."""
+        server = self._current
+        if server is None or self._session.over or server.connection.unsent:
+            self.leave()
+            return
+        self._current = None
+        self.connections.remove(server.connection)
+        self._pool.keep(server)
 
     def leave(self) -> None:
         """End the connection in use in order. The next request gets another one."""
         server, self._current = self._current, None
         if server is not None:
             server.connection.close()
+
+    def close(self) -> None:
+        """End the idle connections that only this flow may use."""
+        self._pool.leave(self)
 
     def drop_leftovers(self) -> None:
         """Discard unsent bytes of requests whose client has ended them."""
@@ -86,10 +116,16 @@ class Servers:
             if connection.unsent and (connection is not current or not self._session.active):
                 connection.discard()
 
+    def _usable(self, server: ServerConnection, carried: Carried) -> bool:
+        silent = not (server.connection.at_end or server.connection.data)
+        return silent and server.carried == carried and server.revision == self._pool.revision
+
+    def _enter(self, connection: BufferedConnection) -> None:
+        self.connections = [one for one in self.connections if not one.is_closed]
+        self.connections.append(connection)
+
     async def _connect(self) -> ServerConnection:
-        flow, shared = self._flow, self._shared
-        if not self._session.may_connect():
-            raise RuntimeError("a connection without an allowed request")
+        flow, shared, revision = self._flow, self._shared, self._pool.revision
         seconds = shared.limits.handshake_seconds
         try:
             with self._waiting():
@@ -104,10 +140,9 @@ class Servers:
             raise ConnectionAbortedError
         tls = shared.upstream.connect(flow.host, [b"http/1.1"]) if flow.scheme is Scheme.HTTPS else None
         connection = await BufferedConnection.over(reader, writer, BUFFER, self._moved, tls=tls)
-        self.connections = [one for one in self.connections if not one.is_closed]
-        self.connections.append(connection)
+        self._enter(connection)
         if tls is None:
-            return ServerConnection(connection, Route(address, None))
+            return self._pool.made(connection, Route(address, None), self._place, revision)
         deadline = Countdown(seconds, lambda: connection.interrupt(ServerFailed("no handshake in time")))
         try:
             await connection.secure()
@@ -116,4 +151,4 @@ class Servers:
             raise ServerFailed("no TLS") from error
         finally:
             deadline.cancel()
-        return ServerConnection(connection, Route(address, peer_name(tls, flow.host)))
+        return self._pool.made(connection, Route(address, peer_name(tls, flow.host)), self._place, revision)

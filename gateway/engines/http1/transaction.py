@@ -5,8 +5,10 @@
 
 - The response is read while the body of the request is sent. If the response is complete first, the rest of the body
   is discarded.
-- If the server has closed a reused connection in the meantime, a request that is safe to repeat and has no body is sent
-  once more on a new one.
+- If the server has closed an idle connection in the meantime, a request that is safe to repeat and has no body is sent
+  once more, on a new one. The client of any other request gets a 502 with the reason.
+- The connection is kept for later requests only if request and response are complete and no byte is left. If it was
+  authenticated itself (NTLM), only this flow uses it.
 - A lost connection is a `ConnectionError`. Any other exception must abort the flow.
 """
 
@@ -20,6 +22,7 @@ from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.http1.framing import (
     FramingError,
     Response,
+    binds_connection,
     body_of,
     closes,
     request_head,
@@ -38,6 +41,15 @@ read; a reset would lose the answer."""
 _LAST_CHUNK = b"0\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
+
+
+_NOT_REPEATED = (
+    "The server ended the connection without an answer. It may have received the request, so it was not sent again."
+)
+
+
+class _Unanswered(ServerFailed):
+    """The server ended an idle connection, and the request must not be sent again."""
 
 
 class _ClientGone(ConnectionError):
@@ -91,6 +103,7 @@ class Transaction:
             verdict = await self.judge(parts, (facts.host, facts.port, facts.scheme.value.encode("ascii")))
         if isinstance(verdict, Forward):
             return await self._forward(verdict)
+        self._servers.keep()
         if self._exchange.facts is None:  # its form was refused: its framing is not trusted
             self._client.write(pages.http1(verdict.status, (list(verdict.headers), verdict.body)))
             return False
@@ -99,7 +112,7 @@ class Transaction:
 
     async def judge(self, parts: RequestParts, destination: tuple[str, int, bytes]) -> Answer | Forward:
         """Return the verdict on the request. An exception ends the flow."""
-        return await self._exchange.request(parts, destination, self._servers.route())
+        return await self._exchange.request(parts, destination, self._servers.reserve)
 
     def check(self) -> None:
         """Check that the request may be sent, whatever came before.
@@ -120,23 +133,25 @@ class Transaction:
             self._client.write(_CONTINUE)
         sent = request_head(self._head.method, forward.head.target, self._head.minor_version, fields)
         try:
-            server = await self._exchanged(sent)
+            server = await self._exchanged(sent, forward)
             return await self._relay(server)
-        except ServerFailed:
+        except ServerFailed as error:
             if self._exchange.begun:
                 raise
-            self._bad_gateway()
+            self._bad_gateway(_NOT_REPEATED if isinstance(error, _Unanswered) else None)
             await self._end_upload()
             await self._discard()
             return False
 
-    async def _exchanged(self, sent: bytes) -> ServerConnection:
+    async def _exchanged(self, sent: bytes, forward: Forward) -> ServerConnection:
         """Send the request and read the head of its response; return the server that gave it."""
         again = self._body.done and self._head.method in _REPEATABLE
         while True:
-            server = await self._servers.get()
+            server = await self._servers.get(forward.injected)
             with self._waiting():
                 await self._exchange.connection(server.route)
+            if binds_connection(forward.head.headers):
+                self._servers.bind()
             reused, server.used = server.used, True
             try:
                 await self._begin(server, sent)
@@ -144,8 +159,10 @@ class Transaction:
                 raise
             except (OSError, FramingError) as error:
                 self._servers.leave()
-                if not (again and reused and not self._response.begun):
+                if not reused or self._response.begun:
                     raise ServerFailed("no response") from error
+                if not again:
+                    raise _Unanswered("no response") from error
                 again = False
             else:
                 return server
@@ -222,11 +239,15 @@ class Transaction:
             framed = await self._buffered(server.connection, verdict)
         else:
             framed = await self._streamed(server.connection, verdict)
+        self._client.ended = None
         early = self._upload is not None and not self._upload.done()
+        await self._end_upload()
+        if binds_connection(response.headers):
+            self._servers.bind()
         if early or not response.reusable:
             self._servers.leave()
-        self._client.ended = None
-        await self._end_upload()
+        else:
+            self._servers.keep()
         whole = self._body.done or await self._discard()
         return whole and framed and not closes(self._head)
 
@@ -313,10 +334,10 @@ class Transaction:
         head = response_head(answer.status, pages.reason_phrase(answer.status), answer.headers)
         self._client.write(head + answer.body)
 
-    def _bad_gateway(self) -> None:
+    def _bad_gateway(self, reason: str | None = None) -> None:
         self._fail()
         self._servers.leave()
-        self._client.write(pages.http1(502, pages.failure(502)))
+        self._client.write(pages.http1(502, pages.failure(502) if reason is None else pages.refusal(502, reason)))
 
     def _finish(self) -> None:
         self._exchange.finish()

@@ -24,6 +24,7 @@ from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
+from policy.injection import InjectionPlan
 
 STAMP = "sallyport"
 ENGINE = "mitm"
@@ -99,14 +100,14 @@ class Gate:
             headers=_fields(request.headers),
         )
         destination = (request.data.host, request.data.port, request.data.scheme)
-        verdict = await exchange.request(parts, destination, self._open_route())
+        verdict = await exchange.request(parts, destination, self._open_route)
         if isinstance(verdict, Forward):
             self._forward(flow, exchange, verdict)
         else:
             _answer(flow, verdict)
         flow.metadata[STAMP] = exchange
 
-    def _open_route(self) -> Route | None:
+    def _open_route(self, _plans: frozenset[InjectionPlan]) -> Route | None:
         """Return the open connection for the next request, None if there is none."""
         server = self._server
         return self._route(server) if server is not None and server.connected else None

@@ -464,6 +464,7 @@ class running:
             task.cancel()
         await asyncio.gather(*self.rig.flows, return_exceptions=True)
         assert self.rig.engine.flows == 0
+        self.rig.engine.drop_idle()
 
 
 @dataclass

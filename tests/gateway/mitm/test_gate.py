@@ -21,6 +21,7 @@ from gateway.budget import Over
 from gateway.effects import Effects
 from gateway.engines.engine import Shared
 from gateway.engines.mitm.gate import STAMP, Gate, Sentinel
+from gateway.engines.pool import Pool
 from gateway.engines.port import EngineLimits, InspectedFlow
 from gateway.exchange import Exchange
 from gateway.ledger import Ledger
@@ -75,6 +76,7 @@ class Bench:
             effects=Effects(ports, ports, ports, ports, self.ledger, self.admission, time.monotonic),
             limits=self.limits,
             beat=lambda: None,
+            pool=Pool(self.limits),
         )
         self.gate = Gate(inspected, self.shared)
 

@@ -1,0 +1,172 @@
+"""Idle upstream connections of one sandbox, which later requests of its flows use again.
+
+- A connection is kept only after a complete request and a complete response, with no byte left in either direction.
+- A request gets a connection to the same host, port and scheme, verified under the same roots, that carried exactly the
+  secrets that the request carries: the same plans, and the same values.
+- A connection with an `owner` is used only by that flow, and ends with it.
+- An idle connection ends at once if a byte arrives on it or its server ends it. Otherwise it ends after a time, or if
+  others exceed the limits: the one that was idle for longest ends first.
+- After `drop` or `revoke`, a connection that was in use then is not kept.
+
+A worker has one pool. So no connection is shared between sandboxes.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from gateway.engines.port import EngineLimits
+from gateway.tls.contexts import UpstreamContext
+from gateway.verdicts import Route
+from policy.facts import FlowFacts
+from policy.injection import InjectionPlan
+from vault.secret import Secret
+
+type Carried = frozenset[tuple[InjectionPlan, bytes]]
+"""The secrets of a request: each plan, with a keyed identity of the value."""
+
+
+class Poolable(Protocol):
+    """What the pool needs of a connection."""
+
+    @property
+    def unsent(self) -> int:
+        """Written bytes that the kernel has not taken yet."""
+        ...
+
+    def rest(self, stirred: Callable[[], None]) -> bool:
+        """Call `stirred` when a byte arrives or the connection ends. False if that has happened, or bytes are left."""
+        ...
+
+    def close(self) -> None:
+        """End the connection in order."""
+        ...
+
+    def abort(self) -> None:
+        """End the connection now."""
+        ...
+
+    def discard(self) -> None:
+        """End the connection now with a reset; bytes in the kernel's buffer are not sent either."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A destination, and the roots that its certificate is verified against."""
+
+    facts: FlowFacts
+    trust: UpstreamContext
+
+
+@dataclass(eq=False, slots=True)
+class Pooled[C: Poolable]:
+    """A connection that can be kept.
+
+    Attributes:
+        revision: the pool's, when the connection was dialled, or taken from the pool.
+        expires: the loop's time after which it carries no other request.
+        carried: the secrets of its requests.
+        owner: the only flow that may use it, None if any flow may.
+        used: it has carried a request.
+    """
+
+    connection: C
+    route: Route
+    place: Place
+    revision: int
+    expires: float
+    carried: Carried = frozenset()
+    owner: object | None = None
+    used: bool = False
+
+
+class Pool[C: Poolable]:
+    """The idle connections of one sandbox. `limits` can be replaced."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.revision = 0
+        """Changes when the connections that exist must not be kept any more."""
+        self._key = secrets.token_bytes(32)
+        self._idle: dict[Pooled[C], asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def carried(self, injected: Iterable[tuple[InjectionPlan, Secret]]) -> Carried:
+        """Return what a connection carries after a request with these secrets. The result contains no value."""
+        return frozenset((plan, value.identity(self._key)) for plan, value in injected)
+
+    def made(self, connection: C, route: Route, place: Place, revision: int) -> Pooled[C]:
+        """Return a new connection. `revision` is the pool's before its dial."""
+        expires = asyncio.get_running_loop().time() + self.limits.connection_age_seconds
+        return Pooled(connection, route, place, revision, expires)
+
+    def take(self, place: Place, plans: frozenset[InjectionPlan], owner: object) -> Pooled[C] | None:
+        """Take a connection for a request with the secrets of `plans`; None if there is none.
+
+        The caller compares the values, which are not known yet, with `carried`.
+        """
+        fitting = [
+            one
+            for one in reversed(self._idle)
+            if one.place == place and {plan for plan, _ in one.carried} == plans and one.owner in (None, owner)
+        ]
+        if not fitting:
+            return None
+        one = next((own for own in fitting if own.owner is owner), fitting[0])
+        self._idle.pop(one).cancel()
+        one.revision = self.revision
+        return one
+
+    def keep(self, one: Pooled[C]) -> None:
+        """Keep a connection after a complete exchange, or close it if it must not be used again."""
+        loop, limits = asyncio.get_running_loop(), self.limits
+        left = min(limits.connection_idle_seconds, one.expires - loop.time())
+        if one.revision != self.revision or left <= 0 or not one.connection.rest(partial(self._end, one)):
+            _close(one.connection)
+            return
+        self._idle[one] = loop.call_later(left, self._end, one)
+        same = [other for other in self._idle if other.place == one.place]
+        if len(same) > limits.idle_per_destination:
+            self._end(same[0])
+        if len(self._idle) > limits.idle_connections:
+            self._end(next(iter(self._idle)))
+
+    def drop(self) -> None:
+        """End all idle connections. Those in use are not kept either."""
+        self._discard(list(self._idle))
+
+    def revoke(self, names: frozenset[str] | None) -> None:
+        """End the idle connections that carried one of these secrets (None: any). Those in use are not kept."""
+        self._discard(
+            [one for one in self._idle if any(names is None or plan.secret in names for plan, _ in one.carried)]
+        )
+
+    def leave(self, owner: object) -> None:
+        """End the idle connections that only `owner` may use."""
+        for one in [one for one in self._idle if one.owner is owner]:
+            self._end(one)
+
+    def _discard(self, ones: list[Pooled[C]]) -> None:
+        # With a reset: the kernel may still hold bytes of a request that the server answered early.
+        self.revision += 1
+        for one in ones:
+            self._idle.pop(one).cancel()
+            one.connection.discard()
+
+    def _end(self, one: Pooled[C]) -> None:
+        timer = self._idle.pop(one, None)
+        if timer is not None:
+            timer.cancel()
+            _close(one.connection)
+
+
+def _close(connection: Poolable) -> None:
+    connection.close()
+    if connection.unsent:  # no flow waits for the end of this connection
+        connection.abort()
