@@ -8,7 +8,7 @@
 - A worker has one `FlowEngine`. The flows of the sandbox share certificates, TLS contexts and idle upstream connections
   (`gateway.engines.pool`), and nothing else. A connection in use belongs to one flow. It outlives that flow only in the
   pool: after a complete exchange, and not after a change of policy, of roots, or of the secrets that it carried.
-- `handle` closes both connections in every case.
+- `handle` closes all connections of its flow in every case.
 """
 
 import asyncio

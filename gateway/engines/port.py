@@ -7,7 +7,8 @@ An engine frames messages and moves bytes. `gateway.exchange` judges each reques
 
 - After an exception from a port no byte is sent.
 - An engine reaches a network only through `Dialler.dial`. The gateway chooses the address.
-- `handle` returns when the flow has ended and both connections are closed. It raises only if it is cancelled.
+- `handle` returns when the flow has ended and its connections are closed, or idle for later flows of the sandbox. It
+  raises only if it is cancelled.
 
 The port does not cover how flows are accepted, spliced or resolved.
 """

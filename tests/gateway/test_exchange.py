@@ -28,6 +28,7 @@ from tests.gateway.exchange_cases import (
     MAX_DECODED,
     OPEN,
     ORDER,
+    PLAN,
     SECRET,
     USE,
     Case,
@@ -395,6 +396,25 @@ def test_a_connection_that_the_record_has_is_not_recorded_again() -> None:
     assert [ROUTE.address, HOST] == [ports.records[0][2][name] for name in ("address", "peer_name")]
     ended(exchange.connection(replace(ROUTE, address="198.51.100.8")))
     assert CONNECTED == ports.steps
+
+
+@pytest.mark.parametrize("decision", [ALLOWED, OPEN, Deny("no", "closed")])
+def test_a_connection_is_reserved_for_the_secrets_of_an_allowed_request(decision: object) -> None:
+    """Once, after the decision and before the record. The forwarded request names the same plans and their values."""
+    ports = Ports(decision)
+    asked: list[tuple[list[str], frozenset[InjectionPlan]]] = []
+
+    def reserve(plans: frozenset[InjectionPlan]) -> None:
+        asked.append((list(ports.steps), plans))
+
+    verdict = ended(Exchange(session_of(ports), "q1").request(PARTS, DESTINATION, reserve))
+    if isinstance(decision, Deny):
+        assert [] == asked
+        return
+    plans = frozenset({PLAN}) if decision is ALLOWED else frozenset()
+    assert [(["decide", "count"], plans)] == asked
+    assert isinstance(verdict, Forward)
+    assert [(plan, SECRET) for plan in plans] == [(plan, value.reveal()) for plan, value in verdict.injected]
 
 
 def test_an_overloaded_worker_counts_and_asks_nothing() -> None:

@@ -14,6 +14,7 @@ from gateway.engines.http1.framing import (
     FramingError,
     Response,
     SizedBody,
+    binds_connection,
     body_of,
     check_framing,
     closes,
@@ -232,3 +233,23 @@ def test_the_bytes_behind_an_upgrade_are_kept() -> None:
     raw = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nframes"
     response, body = read(raw, step=10_000)
     assert (101, b"frames", b"", True) == (response.status, response.upgraded, body, response.headed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "binds"),
+    [
+        (b"WWW-Authenticate", b"NTLM", True),
+        (b"www-authenticate", b'Basic realm="a",negotiate', True),
+        (b"Authorization", b"Negotiate YII=", True),
+        (b"AUTHORIZATION", b"nTLM TlRMTVNTUAABAAAA", True),
+        (b"WWW-Authenticate", b"Kerberos", True),
+        (b"Proxy-Authenticate", b"Basic", True),
+        (b"Persistent-Auth", b"true", True),
+        (b"Authorization", b"Bearer abc", False),
+        (b"WWW-Authenticate", b'Digest realm="a"', False),
+        (b"WWW-Authenticate", b"NTLMX, Negotiated", False),
+        (b"X-Authorization", b"NTLM", False),
+    ],
+)
+def test_headers_that_authenticate_a_connection_are_known(name: bytes, value: bytes, binds: bool) -> None:
+    assert binds is binds_connection([(b"A", b"b"), (name, value)])

@@ -76,6 +76,7 @@ class Server:
             self.internet.arrived.clear()
 
     def _serve(self, sock: socket.socket, line: Line, number: int) -> None:
+        sock.settimeout(None)  # only the worker ends a connection
         with contextlib.suppress(OSError), self.context.wrap_socket(sock, server_side=True) as secured:
             line.sock = secured
             while head := secured.recv(65536):

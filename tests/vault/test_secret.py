@@ -57,6 +57,15 @@ def test_secrets_are_equal_exactly_when_their_texts_are() -> None:
     assert Secret("\ud800") == Secret("\ud800")
 
 
+def test_an_identity_is_equal_for_equal_texts_under_one_key_only() -> None:
+    """It contains nothing of the text, and two keys give unrelated identities."""
+    one, other = bytes(32), bytes(31) + b"1"
+    assert Secret(CANARY).identity(one) == Secret(CANARY).identity(one)
+    assert Secret(CANARY).identity(one) != Secret(CANARY + "x").identity(one)
+    assert Secret(CANARY).identity(one) != Secret(CANARY).identity(other)
+    assert 32 == len(Secret("\ud800").identity(one))
+
+
 def test_a_secret_does_not_change() -> None:
     """Attributes can be neither set nor deleted."""
     secret = Secret("a")

@@ -92,7 +92,7 @@ class Servers:
     def keep(self) -> None:
         """Keep the connection for later requests: its exchange is complete, or it was reserved and not used."""
         server = self._current
-        if server is None or self._session.over or server.connection.unsent:
+        if server is None or server.connection.unsent:
             self.leave()
             return
         self._current = None

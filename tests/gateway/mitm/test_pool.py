@@ -387,6 +387,78 @@ async def test_a_connection_that_is_reserved_during_a_change_carries_nothing(
     await site.gone(0)
 
 
+@pytest.mark.parametrize("how", ["end", "bytes"])
+async def test_a_reserved_connection_that_its_server_ends_carries_nothing(lab: Lab, how: str) -> None:
+    """The request waits for the log. It must not be sent twice, and arrives on a new connection."""
+    async with served(lab, scheme=Scheme.HTTP, bound=False) as site:
+        await site.ask()
+        recording, go = asyncio.Event(), asyncio.Event()
+        accept = site.rig.audit.accept
+
+        async def slow(kind: str, decision: str, **fields: object) -> None:
+            if (kind, decision) == ("request", "allow"):
+                recording.set()
+                await go.wait()
+            await accept(kind, decision, **fields)
+
+        site.rig.audit.accept = slow  # type: ignore[method-assign]
+        flow = await site.flow()
+        flow.send(method="POST", headers=b"Content-Length: 0\r\n")
+        async with asyncio.timeout(SECONDS):
+            await recording.wait()
+        (line,) = site.far.lines
+        if how == "end":
+            line.writer.close()
+        else:
+            line.writer.write(OK)
+        await until(lambda: any(one.at_end or one.data for each in servers(site) for one in each.connections))
+        go.set()
+        assert (await flow.read()).endswith(b"\r\n\r\nok")
+        await flow.end()
+        await site.gone(0)
+        assert [1, 1] == site.far.carried()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_no_connection_is_used_without_an_allowed_request(site: Site, kept: bool) -> None:
+    flow = await site.flow()
+    await flow.ask("/open" if kept else "/denied")
+    (servers_,) = servers(site)
+    assert kept is (servers_.reserve(frozenset()) is not None)
+    with pytest.raises(RuntimeError, match="a connection without an allowed request"):
+        await servers_.get(())
+    assert int(kept) == site.rig.dials
+    await flow.end()
+
+
+async def test_bytes_on_a_used_connection_are_a_sign_of_life_of_its_flow(lab: Lab) -> None:
+    async with served(lab, scheme=Scheme.HTTP, bound=False) as site:
+        beats, seen, go = 0, asyncio.Event(), asyncio.Event()
+
+        def beat() -> None:
+            nonlocal beats
+            beats += 1
+
+        async def answer(_far: Far, line: Line) -> None:
+            if len(line.heads) > 1:
+                seen.set()
+                await go.wait()
+            line.writer.write(OK)
+
+        site.rig.engine._ledger.beat = beat  # type: ignore[method-assign]
+        site.far.answer = answer
+        await site.ask()
+        flow = await site.flow()
+        flow.send()
+        async with asyncio.timeout(SECONDS):
+            await seen.wait()
+        before = beats
+        go.set()
+        await flow.read()
+        assert before + 1 == beats
+        await flow.end()
+
+
 # The server ends a connection, or sends what is not asked for.
 
 
@@ -575,6 +647,65 @@ async def test_only_a_connection_without_a_byte_left_comes_to_rest(left: str) ->
         assert (left == "nothing") is connection.rest(lambda: None)
         connection.abort()
         await connection.closed()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "changed", "whole"),
+    [(4096, False, True), (1_000_000, False, True), (1_000_000, True, False)],
+    ids=["in the worker", "in the kernel", "in the kernel, and the policy changes"],
+)
+async def test_a_body_that_was_answered_early_is_sent_under_its_own_policy_only(
+    lab: Lab, buffer: int, changed: bool, whole: bool
+) -> None:
+    """The server answers, then reads. A connection with bytes left in the worker is not kept, and ends after them.
+
+    Args:
+        buffer: the bytes that the kernel takes.
+    """
+    size, go = 60_000, asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+
+        async def serve() -> int:
+            sock, _ = await loop.sock_accept(listener)
+            with sock:
+                sock.setblocking(False)
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += await loop.sock_recv(sock, 1)
+                await loop.sock_sendall(sock, OK)
+                await go.wait()
+                received = 0
+                with contextlib.suppress(ConnectionResetError):
+                    while received < size and (part := await loop.sock_recv(sock, 65536)):
+                        received += len(part)
+                return received
+
+        async def dial(*_: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, listener.getsockname())
+            return *await asyncio.open_connection(sock=sock), "127.0.0.1"
+
+        async with served(lab, scheme=Scheme.HTTP, bound=False) as site:
+            site.rig.dial = dial  # type: ignore[method-assign]
+            serving = asyncio.create_task(serve())
+            flow = await site.flow()
+            flow.send(method="PUT", headers=b"Content-Length: %d\r\n" % size)
+            flow.writer.write(bytes(size))
+            assert (await flow.read()).startswith(b"HTTP/1.1 200 ")
+            assert int(buffer > size) == site.idle()
+            if changed:
+                rechecked(site)
+            go.set()
+            async with asyncio.timeout(SECONDS):
+                assert whole is (size == await serving)
+            await flow.end()
 
 
 # Authentication of connections.
