@@ -35,12 +35,13 @@ class BenchError(Exception):
 
 
 class BenchStack(Stack):
-    """The demo's server, with the addresses of the benchmarks' hosts, and limits that 256 connections do not reach."""
+    """The demo's server, with the addresses of the benchmarks' hosts, and limits that no sample reaches."""
 
     @property
     def settings(self) -> str:
         known = ", ".join(f'"{host}" = ["{address}"]' for host, address in (HOSTS | PAGES).items())
-        more = f"host_addresses = {{ {known} }}\ngateway_limits = {{ connections = 2048, dial_rate = 10000 }}\n"
+        limits = "connections = 2048, connection_rate = 10000, dial_rate = 10000"
+        more = f"host_addresses = {{ {known} }}\ngateway_limits = {{ {limits} }}\n"
         return super().settings.replace("dns_upstreams =", f"{more}dns_upstreams =", 1)
 
 

@@ -1,13 +1,13 @@
 """What a worker enforces: the policy of its sandbox, and what all workers have in common; checked strictly.
 
 - A part that cannot be refuses the whole configuration. The worker keeps the one that it had.
-- Limits have defaults and ceilings here; a configuration can narrow or widen them within the ceilings only.
+- Limits have defaults and bounds (`wire/gateway_limits.py`); a configuration can change them only within the bounds.
 - Values are frozen; a change is a new `GatewayConfig`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from gateway.dns.queries import Upstream
@@ -17,42 +17,9 @@ from wire.api.worker import Configure
 from wire.api.zygote import Prepare
 from wire.endpoints import parse_endpoint, routed
 from wire.errors import ConfigError
+from wire.gateway_limits import GatewayLimits
 
 _MAX_LIST = 256
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """Bounds of one worker. Times in seconds, sizes in bytes, rates per second.
-
-    Attributes:
-        connections: redirected TCP connections at once.
-        first_bytes: until the ClientHello or request head must be complete.
-        connect: for one upstream address; at most two seconds while another one is left.
-        dial_rate: upstream connections, refilled evenly; twice that as a burst.
-        idle: of a flow, without a byte in either direction.
-        total: of a spliced flow.
-        scrub_body_bytes: largest response body that is searched for secrets.
-    """
-
-    connections: int = 512
-    first_bytes: int = 10
-    connect: int = 5
-    dial_rate: int = 50
-    idle: int = 900
-    total: int = 86400
-    scrub_body_bytes: int = 8 * 1024 * 1024
-
-
-_CEILINGS = GatewayLimits(
-    connections=4096,
-    first_bytes=10,
-    connect=30,
-    dial_rate=10000,
-    idle=86400,
-    total=30 * 86400,
-    scrub_body_bytes=1 << 30,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +38,7 @@ class WorkerConstants:
     inside: IPv4Address
     allowed_addresses: tuple[IPv4Network | IPv6Network, ...] = ()
     host_addresses: Mapping[str, tuple[IPv4Address | IPv6Address, ...]] = field(default_factory=dict)
-    limits: GatewayLimits = GatewayLimits()
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
 
     @classmethod
     def of(cls, given: Prepare) -> "WorkerConstants":
@@ -86,7 +53,7 @@ class WorkerConstants:
             inside=_inside(given.inside),
             allowed_addresses=tuple(_network(item) for item in _list(given.allowed_addresses, "allowed_addresses")),
             host_addresses=_host_addresses(given.host_addresses),
-            limits=_limits(given.limits),
+            limits=GatewayLimits.of(given.limits),
         )
 
 
@@ -155,14 +122,3 @@ def _host_addresses(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[IPv
         except (InvalidName, ValueError):
             raise ConfigError("host_addresses holds something that is not a host and its addresses") from None
     return result
-
-
-def _limits(given: Mapping[str, int]) -> GatewayLimits:
-    known = {item.name for item in fields(GatewayLimits)}
-    if unknown := set(given) - known:
-        raise ConfigError(f"unknown limit {min(unknown)[:64]!r}")
-    for name, number in given.items():
-        most = getattr(_CEILINGS, name)
-        if not 1 <= number <= most:
-            raise ConfigError(f"limits.{name} is not an integer from 1 to {most}")
-    return GatewayLimits(**given)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address
 
-from gateway.config import GatewayConfig, GatewayLimits
+from gateway.config import GatewayConfig
 from gateway.described import Announce
 from gateway.dns.queries import Outcome
 from gateway.dns.resolver import Resolver
@@ -31,6 +31,7 @@ from gateway.state import WorkerState
 from policy.decision import AllowAddress, Deny
 from policy.destination import decide_address, decide_answer
 from policy.facts import AddressSource, Destination, Scheme
+from wire.gateway_limits import GatewayLimits
 from wire.patience import Patience
 from wire.routes import own_address, source
 

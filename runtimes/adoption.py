@@ -46,9 +46,11 @@ class Unfit(Exception):
 
 
 async def adopt_or_remove(
-    run: Path, uids: Uids, docker: Docker, leftovers: Leftovers
+    run: Path, uids: Uids, rules: str, docker: Docker, leftovers: Leftovers
 ) -> list[tuple[SandboxRecord, slots.Slot]]:
     """Return the sandboxes to adopt, with their slots. Remove all others, and log what could not be removed.
+
+    `rules` is the digest of the rules that this hostd gives a slot.
 
     Raises:
         docker.DockerError: Docker cannot list its containers; nothing was adopted.
@@ -60,7 +62,9 @@ async def adopt_or_remove(
         try:
             if present.get(record.container or "") != record.sandbox:
                 raise Unfit("its container is not there")
-            slot = await asyncio.to_thread(examine, record, await docker.state(record.container or ""), run, uids)
+            slot = await asyncio.to_thread(
+                examine, record, await docker.state(record.container or ""), run, uids, rules
+            )
             if slot.index in taken:
                 raise Unfit("its slot is another's")
         except (Unfit, OSError) as reason:
@@ -74,7 +78,7 @@ async def adopt_or_remove(
     return fit
 
 
-def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids: Uids) -> slots.Slot:
+def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids: Uids, rules: str) -> slots.Slot:
     """Return the slot of a sandbox that can be adopted. Blocks for milliseconds.
 
     Raises:
@@ -86,6 +90,8 @@ def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids
         raise Unfit("it was half made or half removed")
     if not 0 <= index < uids.workers or record.uid != uids.worker_base + index:
         raise Unfit("its worker's uid is another's now")
+    if record.rules != rules:
+        raise Unfit("the rules of a slot are different now: by a setting, or by another release")
     if state is None or state.status != "running" or state.pid <= 0:
         raise Unfit("its container does not run")
     slot = slots.Slot(index, *slots.paths(run / "netns", index), inodes[0], inodes[1])

@@ -41,7 +41,7 @@ from runtimes.ledgers import Ledgers
 from runtimes.net.drops import Drops
 from runtimes.net.guard import GuardError, NetGuard
 from runtimes.net.netns import NftError
-from runtimes.net.nft import GuardPlan
+from runtimes.net.nft import rules_digest
 from runtimes.operator import Operator, worker_constants
 from runtimes.process import predecessor
 from runtimes.process.bounded_log import ANCHORS_NAME
@@ -203,16 +203,15 @@ class Host:
     async def _start_parts(self, *, watched: bool) -> None:
         """Start or adopt what sandboxes need, adopt those that fit, and listen; `watched`: after the watch began."""
         config, uids = self._config, self._config.uids
-        workers = (uids.worker_base, uids.worker_base + uids.workers - 1)
         await together(
             self._daemons.start(),
-            self._guard.start(GuardPlan(*workers, config.resolvers, config.allowed)),
+            self._guard.start(config.guard_plan),
             self._start_docker(),
         )
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
         leftovers = Leftovers(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
-        fit = await adopt_or_remove(self._run, uids, docker, leftovers)
+        fit = await adopt_or_remove(self._run, uids, rules_digest(config.slot_plan), docker, leftovers)
         self._adopted = len(fit)
         rings = Rings(self._run / "rings")
         self._sandboxes = Sandboxes(
@@ -242,7 +241,7 @@ class Host:
         files = OwnedFiles((*self._wrappers, *programs, self._guard.rules_file))
         drops = Drops(self._daemons)
         self._watch = Watch(self._run / "netns", sandboxes, docker, self._guard, self._alarms, drops, files)
-        await self._watch.start(self._config.uids.workers)
+        await self._watch.start(self._config.uids.workers, self._config.slot_plan)
         sandboxes.slots.prepare(self._watch.judge_idle)
         self._watching.set()
 

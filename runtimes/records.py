@@ -35,6 +35,7 @@ class SandboxRecord(BaseModel):
     slot: int | None
     sandbox_inode: int | None
     gateway_inode: int | None
+    rules: str
     container: str | None
     policy: str
     selection: str

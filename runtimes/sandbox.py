@@ -48,8 +48,8 @@ class HostSandbox:
     alarm: str = ""
     """Why it was cut off, or empty. After that only this entry is left of it."""
 
-    def record(self, worker_base: int) -> SandboxRecord:
-        """Return its record."""
+    def record(self, worker_base: int, rules: str) -> SandboxRecord:
+        """Return its record; `rules` is the digest of its slot's rules."""
         slot, index = self.slot, self.slot_index
         return SandboxRecord(
             sandbox=self.id,
@@ -60,6 +60,7 @@ class HostSandbox:
             slot=index,
             sandbox_inode=None if slot is None else slot.sandbox_inode,
             gateway_inode=None if slot is None else slot.gateway_inode,
+            rules=rules,
             container=self.container,
             policy=self.policy,
             selection=self.selection,

@@ -39,6 +39,7 @@ from runtimes.engine.plans import Plans
 from runtimes.ledgers import Ledgers
 from runtimes.net import netns, slots
 from runtimes.net.guard import NetGuard
+from runtimes.net.nft import rules_digest
 from runtimes.net.slot_pool import SlotPool
 from runtimes.operator import Operator, Policy, policy_digest
 from runtimes.process.cgroups import Cgroups, GroupLimits, remove_container_groups
@@ -98,8 +99,9 @@ class Sandboxes:
         """The number of documents of the operator that the compiler has read."""
         self._following: asyncio.Task[None] | None = None
         self._asked: set[tuple[str, str]] = set()
+        self._rules = rules_digest(config.slot_plan)
         self.plans = Plans(self._run / "plans")
-        self.slots = SlotPool(self._run / "netns", config.uids.workers)
+        self.slots = SlotPool(self._run / "netns", config.uids.workers, config.slot_plan)
         self.closing = False
         self.refusal: Callable[[], str] = lambda: ""
         """Returns why no launch is allowed now, or an empty text. Each launch calls it."""
@@ -159,7 +161,7 @@ class Sandboxes:
                     await asyncio.sleep(0.02)
 
     def _write_down(self, sandbox: HostSandbox) -> None:
-        self._records.write(sandbox.record(self._config.uids.worker_base))
+        self._records.write(sandbox.record(self._config.uids.worker_base, self._rules))
 
     async def _launch(self, sandbox: HostSandbox, spec: Launch) -> str:
         began = time.monotonic()

@@ -14,8 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from runtimes.engine.disk import SMALLEST
 from runtimes.engine.profile import ISOLATED, PROFILES
 from runtimes.engine.user_namespace import RANGE
+from runtimes.net.nft import GuardPlan
+from runtimes.net.plan import NetworkPlan, slot_plan
 from wire.api.hostd import Launch, Runtime
 from wire.endpoints import parse_endpoint
+from wire.gateway_limits import GatewayLimits
 from wire.ids import SANDBOX_ID
 
 IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
@@ -204,7 +207,7 @@ class HostConfig(_Strict):
         paths.append(self.upstream_roots)
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
-        _ = self.resolvers, self.allowed
+        _ = self.resolvers, self.allowed, self.limits
         return self
 
     @property
@@ -216,3 +219,19 @@ class HostConfig(_Strict):
     def allowed(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """`allowed_addresses`, parsed."""
         return tuple(ip_network(text) for text in self.allowed_addresses)
+
+    @property
+    def limits(self) -> GatewayLimits:
+        """`gateway_limits`, with the defaults of the others."""
+        return GatewayLimits.of(self.gateway_limits)
+
+    @property
+    def slot_plan(self) -> NetworkPlan:
+        """The plan of every slot."""
+        return slot_plan(self.limits)
+
+    @property
+    def guard_plan(self) -> GuardPlan:
+        """The plan of guard and floor."""
+        last = self.uids.worker_base + self.uids.workers - 1
+        return GuardPlan(self.uids.worker_base, last, self.resolvers, self.allowed).widened(self.limits)

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 from lifecycle.sandboxes import quantities
 from runtimes.spec import LEAST_MEMORY, image_environment
+from wire.errors import ConfigError
+from wire.gateway_limits import GatewayLimits, described
 
 RUNTIMES = ("runc", "runsc")
 
@@ -57,9 +59,13 @@ def _text_map(value: Any) -> dict[str, str]:
     return dict(value)
 
 
-def _number_map(value: Any) -> dict[str, int]:
+def _gateway_limits(value: Any) -> dict[str, int]:
     if not isinstance(value, dict) or not all(type(item) is int for item in value.values()):
         raise ValueError("must be a table of numbers")
+    try:
+        GatewayLimits.of(value)
+    except ConfigError as error:
+        raise ValueError(f"is wrong: {error}") from None
     return dict(value)
 
 
@@ -143,7 +149,7 @@ Text = Annotated[str, PlainValidator(_text)]
 Flag = Annotated[bool, PlainValidator(_flag)]
 Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
 TextMap = Annotated[dict[str, str], PlainValidator(_text_map)]
-NumberMap = Annotated[dict[str, int], PlainValidator(_number_map)]
+LimitMap = Annotated[dict[str, int], PlainValidator(_gateway_limits), Bounds(described())]
 AddressMap = Annotated[dict[str, tuple[str, ...]], PlainValidator(_address_map)]
 FieldNames = Annotated[tuple[str, ...], PlainValidator(_field_names)]
 AbsolutePath = Annotated[Path, PlainValidator(_absolute), Bounds("absolute")]
@@ -292,10 +298,13 @@ class SettingsModel(BaseModel):
         'fixed addresses of names, IPv4 or IPv6: `{"git.corp.example" = ["10.0.0.5"]}`, private ones too where '
         "`allowed_addresses` opens them in the kernel; policy and `always_deny` hold for them",
     )
-    sallyport_gateway_limits: NumberMap = _key(
+    sallyport_gateway_limits: LimitMap = _key(
         "sallyport.gateway_limits",
         {},
-        "limits of each worker by name (`connections`, `scrub_body_bytes`, ...; `gateway/config.py` has all)",
+        "limits of each sandbox's gateway that differ from the defaults in parentheses: "
+        "`{connection_rate = 2000, dial_rate = 2000}` permits 2000 new connections a second. `connections` at once; "
+        "`connection_rate` of the sandbox and `dial_rate` to the outside, per second, twice that at once; "
+        "`first_bytes`, `connect`, `idle` and `total` in seconds; `scrub_body_bytes` of a response",
     )
     sallyport_python: AbsolutePath | None = _key(
         "sallyport.python",

@@ -152,9 +152,7 @@ def sandbox_namespace(config: HostConfig) -> str:
 
 def guard(config: HostConfig) -> str:
     """The guard's table and the floor, in a namespace made for this probe."""
-    uids = config.uids
-    last = uids.worker_base + uids.workers - 1
-    plan = nft.GuardPlan(uids.worker_base, last, config.resolvers, config.allowed)
+    plan = config.guard_plan
     with _scratch() as directory:
         path = Path(directory, "guard")
         netns.create_gateway(path)

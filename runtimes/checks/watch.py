@@ -27,7 +27,7 @@ from runtimes.engine.docker import Docker, DockerError
 from runtimes.net import netns, netstate, slots
 from runtimes.net.drops import Drops
 from runtimes.net.guard import NetGuard
-from runtimes.net.plan import PLAN, SANDBOX_SYSCTLS, WATCHED_SYSCTLS
+from runtimes.net.plan import SANDBOX_SYSCTLS, WATCHED_SYSCTLS, NetworkPlan
 from runtimes.process import predecessor
 from runtimes.process.owned_files import OwnedFiles
 from runtimes.sandboxes import Sandboxes
@@ -53,13 +53,13 @@ class SlotReference:
     rules: str
 
 
-def reference(directory: Path, index: int) -> SlotReference:
+def reference(directory: Path, index: int, plan: NetworkPlan) -> SlotReference:
     """Make a slot, read it, destroy it. Blocks for some hundred milliseconds.
 
     Raises:
         OSError, netns.NftError: it cannot be made or read.
     """
-    slot = slots.make(directory, index, PLAN)
+    slot = slots.make(directory, index, plan)
     try:
         return SlotReference(
             netstate.facts(slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS),
@@ -134,13 +134,13 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Task[None]] = set()
 
-    async def start(self, index: int) -> None:
-        """Make the reference with slot number `index`, which no sandbox uses, and begin.
+    async def start(self, index: int, plan: NetworkPlan) -> None:
+        """Make the reference, by the plan of all slots, with number `index`, which no sandbox uses, and begin.
 
         Raises:
             OSError, netns.NftError: the reference could not be made.
         """
-        self._golden = await asyncio.to_thread(reference, self._directory, index)
+        self._golden = await asyncio.to_thread(reference, self._directory, index, plan)
         self._sandboxes.refusal = self.refusal
         self._task = asyncio.create_task(self._run(), name="watch")
 

@@ -15,11 +15,13 @@
   fragments here.
 """
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from runtimes.net.plan import NetworkPlan
+from wire.gateway_limits import GatewayLimits
 
 GUARD_TABLE = "sallyport_guard"
 FLOOR_TABLE = "sallyport_floor"
@@ -76,6 +78,10 @@ _ISATAP = "::fdff:ffff:0:0 == ::5efe:0:0"
 """The addresses of any network that embed an IPv4 address by their interface identifier."""
 
 
+_LEAST_CONNECTIONS, _LEAST_RATE = 1024, 200
+"""The guard bounds a worker that was taken over. The operator's limits widen these bounds and never narrow them."""
+
+
 @dataclass(frozen=True, slots=True)
 class GuardPlan:
     """The destinations that gateway workers may dial from the upstream namespace.
@@ -84,16 +90,28 @@ class GuardPlan:
         first_uid, last_uid: the workers' uids, both included.
         resolvers: exact exceptions (address, port), UDP and TCP.
         allowed: ranges that the operator has opened although they are private or local.
-        connections, rate, burst: per uid: concurrent connections; new connections per second, and their burst.
+        connections, rate: per uid: concurrent connections; new connections per second, with a burst of twice that.
     """
 
     first_uid: int
     last_uid: int
     resolvers: Sequence[tuple[IPv4Address | IPv6Address, int]] = ()
     allowed: Sequence[IPv4Network | IPv6Network] = ()
-    connections: int = 1024
-    rate: int = 200
-    burst: int = 400
+    connections: int = _LEAST_CONNECTIONS
+    rate: int = _LEAST_RATE
+
+    def widened(self, limits: GatewayLimits) -> "GuardPlan":
+        """Return the plan for workers with `limits`: the kernel refuses nothing that they permit.
+
+        A dial above a worker's rate waits for its turn, but one above the guard's rate fails. A dial can try four
+        addresses, and each repeated SYN counts as a new connection. So the guard's rate is four times that of the
+        worker.
+        """
+        return replace(
+            self,
+            connections=max(self.connections, 2 * limits.connections),
+            rate=max(self.rate, 4 * limits.dial_rate),
+        )
 
 
 def _brief(family: str) -> str:
@@ -195,6 +213,11 @@ table inet sallyport {{
 """
 
 
+def rules_digest(plan: NetworkPlan) -> str:
+    """Return the digest of a slot's ruleset."""
+    return hashlib.sha256(render_gateway(plan).encode()).hexdigest()
+
+
 def render_guard(plan: GuardPlan, owner: str) -> str:
     """Return the guard's ruleset. It matches only workers' uids; traffic of other uids does not change.
 
@@ -204,7 +227,7 @@ def render_guard(plan: GuardPlan, owner: str) -> str:
       process.
     - `owner` is the table's comment. A server uses it to distinguish its table from another server's.
     """
-    refuse = _REFUSE
+    refuse, over = _REFUSE, f"limit rate over {plan.rate}/second burst {2 * plan.rate} packets"
     lines = [
         *(_resolver(address, port) for address, port in plan.resolvers),
         *(f"{_family(network)} daddr {network} meta l4proto tcp goto paced" for network in plan.allowed),
@@ -238,7 +261,7 @@ table inet {GUARD_TABLE} {{
 		accept
 	}}
 	chain paced {{
-		ct state new add @rates {{ meta skuid limit rate over {plan.rate}/second burst {plan.burst} packets }} {refuse}
+		ct state new add @rates {{ meta skuid {over} }} {refuse}
 		ct state new add @counts {{ meta skuid ct count over {plan.connections} }} {refuse}
 		meta nfproto ipv4 ct timeout set "brief-ip"
 		meta nfproto ipv6 ct timeout set "brief-ip6"

@@ -5,8 +5,10 @@
 - The range (192.0.2.0/30, RFC 5737) is routed nowhere: a packet that left the slot would get no answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
+
+from wire.gateway_limits import GatewayLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,20 @@ PLAN = NetworkPlan(
     proxy_port=15001,
     dns_port=53,
     max_connections=2048,
-    syn_rate=200,
+    syn_rate=GatewayLimits().connection_rate,
     datagram_rate=500,
 )
+"""The plan under the default limits."""
+
+_TRACKED_PER_CONNECTION = 4
+"""Connections that are closing, and DNS questions, are tracked too."""
+
+
+def slot_plan(limits: GatewayLimits) -> NetworkPlan:
+    """Return the plan of all slots of a host under these limits."""
+    tracked = max(PLAN.max_connections, _TRACKED_PER_CONNECTION * limits.connections)
+    return replace(PLAN, syn_rate=limits.connection_rate, max_connections=tracked)
+
 
 RESOLV_CONF = f"nameserver {PLAN.gateway}\noptions timeout:3 attempts:2\n"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import wire
 from runtimes.net import netns, slots
-from runtimes.net.plan import PLAN
+from runtimes.net.plan import NetworkPlan
 from runtimes.process.finish import finished, taken
 
 AHEAD = 2
@@ -38,8 +38,9 @@ _log = logging.getLogger(__name__)
 class SlotPool:
     """The slots of one host that no sandbox uses, and the free numbers."""
 
-    def __init__(self, directory: Path, numbers: int) -> None:
+    def __init__(self, directory: Path, numbers: int, plan: NetworkPlan) -> None:
         self._directory = directory
+        self._plan = plan
         self._free = deque(range(numbers))
         self._ready: deque[tuple[slots.Slot, int]] = deque()
         self._judge: Judge | None = None
@@ -90,7 +91,7 @@ class SlotPool:
         for _ in range(min(len(self._free), _ATTEMPTS)):
             index = self._free.popleft()
             try:
-                return await asyncio.to_thread(slots.make, self._directory, index, PLAN)
+                return await asyncio.to_thread(slots.make, self._directory, index, self._plan)
             except FileExistsError:
                 _log.error("slot %d cannot be made: its path exists already", index)
                 self._free.append(index)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from gateway.config import GatewayConfig, GatewayLimits, WorkerConstants
+from gateway.config import GatewayConfig, WorkerConstants
 from gateway.dns.queries import Upstream
 from policy.compiled import DENY_ALL
 from wire.api.worker import Configure
 from wire.api.zygote import Prepare
 from wire.errors import ConfigError
+from wire.gateway_limits import GatewayLimits
 
 PREPARE = Prepare(
     upstream_roots="pem",

@@ -13,7 +13,7 @@ import wire
 from audit.client import AuditClient, AuditUnavailable
 from gateway import ports
 from gateway.budget import Budget
-from gateway.config import GatewayConfig, GatewayLimits, WorkerConstants
+from gateway.config import GatewayConfig, WorkerConstants
 from gateway.dns.queries import Outcome
 from gateway.dns.resolver import Resolution, Resolver
 from gateway.effects import SecretRefused
@@ -34,6 +34,7 @@ from vault.secret import Secret
 from wire.api import auditd
 from wire.api.auditd import Accepted, Entry, Record, Records
 from wire.api.vaultd import CHANNEL, Release, Released, ReleasePurpose, Revoke, Scope, Value
+from wire.gateway_limits import GatewayLimits
 from wire.routes import own_address
 from wire.serving import handler
 

@@ -55,6 +55,10 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport]\nhost_addresses = {'a.example' = ['x']}", "sallyport.host_addresses"),
         ("[sallyport]\nhost_addresses = {'a.example' = ['::1', 'fe80::1%eth0']}", "sallyport.host_addresses"),
         ("[sallyport]\nallowed_runtimes = ['runsc']", "sallyport.default_runtime"),
+        ("[sallyport]\ngateway_limits = {dial_rate = 0}", "sallyport.gateway_limits is wrong: dial_rate"),
+        ("[sallyport]\ngateway_limits = {connection_rate = 10001}", "from 1 to 10000"),
+        ("[sallyport]\ngateway_limits = {dial_rate = 5.0}", "sallyport.gateway_limits"),
+        ("[sallyport]\ngateway_limits = {dial_rates = 5}", "unknown limit 'dial_rates'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_path(text: str, problem: str) -> None:

@@ -22,6 +22,7 @@ def record(**changes: Any) -> SandboxRecord:
         "slot": 7,
         "sandbox_inode": netns.inode(None),
         "gateway_inode": netns.inode(None),
+        "rules": "d" * 64,
         "container": "c" * 64,
         "policy": "digest",
         "selection": '{"policy_name": "agents"}',

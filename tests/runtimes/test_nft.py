@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from audit.records import record
 from policy.addresses import _SPECIAL, dialable
 from runtimes.net.drops import _record
-from runtimes.net.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard
-from runtimes.net.plan import PLAN
+from runtimes.net.nft import DROPS, MALFORMED, GuardPlan, render_floor, render_gateway, render_guard, rules_digest
+from runtimes.net.plan import PLAN, slot_plan
+from wire.gateway_limits import GatewayLimits
 
 _GOLDEN = Path(__file__).parent / "golden"
 _GUARD = GuardPlan(
@@ -115,3 +116,18 @@ def test_the_guard_closes_at_each_edge_what_the_classifier_refuses() -> None:
 @given(st.ip_addresses(v=4) | st.ip_addresses(v=6) | _ISATAP)
 def test_the_guard_closes_what_the_classifier_refuses_and_nothing_else(address: IPv4Address | IPv6Address) -> None:
     assert _guard_closes(address) is _classifier_refuses(address)
+
+
+def test_the_guard_refuses_no_dial_that_a_worker_permits() -> None:
+    """Each of a dial's four attempts counts. Narrower limits of the workers do not narrow the guard."""
+    wide = _GUARD.widened(GatewayLimits(connections=4096, dial_rate=2000))
+    assert (8192, 8000) == (wide.connections, wide.rate)
+    assert "limit rate over 8000/second burst 16000 packets" in render_guard(wide, "owner")
+    assert "ct count over 8192" in render_guard(wide, "owner")
+    assert _GUARD == _GUARD.widened(GatewayLimits()) == _GUARD.widened(GatewayLimits(connections=1, dial_rate=1))
+
+
+def test_slots_with_other_limits_have_another_digest() -> None:
+    other = slot_plan(GatewayLimits(connection_rate=2000))
+    assert "limit rate over 2000/second burst 4000 packets" in render_gateway(other)
+    assert rules_digest(PLAN) == rules_digest(slot_plan(GatewayLimits())) != rules_digest(other)

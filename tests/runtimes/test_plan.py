@@ -1,11 +1,13 @@
-"""The one address plan."""
+"""The one address plan, and the limits of a slot."""
 
+from dataclasses import replace
 from ipaddress import ip_network
 
 import pytest
 
 from policy.rules import DnsSettings
-from runtimes.net.plan import GATEWAY_SYSCTLS, PLAN, RESOLV_CONF, SANDBOX_SYSCTLS, hosts_file
+from runtimes.net.plan import GATEWAY_SYSCTLS, PLAN, RESOLV_CONF, SANDBOX_SYSCTLS, hosts_file, slot_plan
+from wire.gateway_limits import GatewayLimits
 
 
 def test_both_ends_are_the_two_hosts_of_one_documentation_network() -> None:
@@ -34,3 +36,11 @@ def test_no_policy_promises_more_questions_than_the_kernel_lets_through() -> Non
     for one_more in ({"query_rate": PLAN.datagram_rate + 1}, {"query_burst": 2 * PLAN.datagram_rate + 1}):
         with pytest.raises(ValueError, match="query_"):
             DnsSettings(**one_more)
+
+
+def test_the_operators_limits_change_the_rate_and_the_number_of_connections_only() -> None:
+    assert PLAN == slot_plan(GatewayLimits())
+    wide = slot_plan(GatewayLimits(connections=4096, connection_rate=2000))
+    assert replace(PLAN, syn_rate=2000, max_connections=4 * 4096) == wide
+    narrow = slot_plan(GatewayLimits(connections=1, connection_rate=1))
+    assert replace(PLAN, syn_rate=1) == narrow

@@ -168,6 +168,16 @@ def test_the_host_configuration_is_read_from_json() -> None:
     assert [(str(address), port) for address, port in config.resolvers] == [("10.0.0.53", 53)]
 
 
+def test_the_kernels_limits_follow_those_of_the_gateways() -> None:
+    config = HostConfig.model_validate(host_config(gateway_limits={"dial_rate": 2000, "connection_rate": 1000}))
+    uids = config.uids
+    assert 1000 == config.slot_plan.syn_rate
+    assert 8000 == config.guard_plan.rate
+    assert range(uids.worker_base, uids.worker_base + uids.workers) == range(
+        config.guard_plan.first_uid, config.guard_plan.last_uid + 1
+    )
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -177,6 +187,8 @@ def test_the_host_configuration_is_read_from_json() -> None:
         {"allowed_addresses": ["10.0.0.1/8"]},
         {"host_addresses": {"a.example": "10.0.0.5"}},
         {"gateway_limits": {"idle": "60"}},
+        {"gateway_limits": {"dial_rate": 0}},
+        {"gateway_limits": {"unknown": 1}},
         {"maxima": {}},
         {"launch_concurrency": 0},
         {"upstream_roots": "relative"},

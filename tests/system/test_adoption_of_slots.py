@@ -12,6 +12,7 @@ import pytest
 from runtimes.adoption import Unfit, examine
 from runtimes.engine.docker import ContainerState
 from runtimes.net import netns, slots
+from runtimes.net.nft import rules_digest
 from runtimes.net.plan import PLAN
 from runtimes.records import SandboxRecord
 from tests.runtimes.test_spec import UIDS
@@ -19,6 +20,7 @@ from tests.runtimes.test_spec import UIDS
 pytestmark = pytest.mark.system
 
 INDEX = 7
+RULES = rules_digest(PLAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Place:
             "slot": INDEX,
             "sandbox_inode": self.slot.sandbox_inode,
             "gateway_inode": self.slot.gateway_inode,
+            "rules": RULES,
             "container": "c" * 64,
             "policy": "digest",
             "selection": '{"policy_name": "agents"}',
@@ -68,7 +71,7 @@ def _place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def test_a_sandbox_as_it_was_written_down_is_adopted(place: Place) -> None:
-    assert place.slot == examine(place.record(), place.state(), place.run, UIDS)
+    assert place.slot == examine(place.record(), place.state(), place.run, UIDS, RULES)
 
 
 @pytest.mark.parametrize(
@@ -87,23 +90,24 @@ def test_a_sandbox_as_it_was_written_down_is_adopted(place: Place) -> None:
         ({"sandbox_inode": 1}, "namespaces"),
         ({"gateway_inode": 1}, "namespaces"),
         ({"sandbox": "sbx-2"}, "files are gone"),
+        ({"rules": "0" * 64}, "rules of a slot are different"),
     ],
 )
 def test_a_record_that_does_not_match_adopts_nothing(place: Place, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unfit, match=reason):
-        examine(place.record(**changes), place.state(), place.run, UIDS)
+        examine(place.record(**changes), place.state(), place.run, UIDS, RULES)
 
 
 @pytest.mark.parametrize("changes", [None, {"status": "exited"}, {"pid": 0}, {"status": "paused"}])
 def test_a_container_that_does_not_run_is_not_adopted(place: Place, changes: dict[str, Any] | None) -> None:
     now = None if changes is None else place.state(**changes)
     with pytest.raises(Unfit, match="does not run"):
-        examine(place.record(), now, place.run, UIDS)
+        examine(place.record(), now, place.run, UIDS, RULES)
 
 
 def test_a_container_in_another_namespace_is_not_adopted(place: Place) -> None:
     with pytest.raises(Unfit, match="another namespace"):
-        examine(place.record(), place.state(pid=os.getpid()), place.run, UIDS)
+        examine(place.record(), place.state(pid=os.getpid()), place.run, UIDS, RULES)
 
 
 def test_a_namespace_that_is_not_mounted_is_not_adopted(place: Place, tmp_path: Path) -> None:
@@ -113,4 +117,4 @@ def test_a_namespace_that_is_not_mounted_is_not_adopted(place: Place, tmp_path: 
         path.symlink_to(f"/proc/{place.pid}/ns/net")
     inode = place.slot.sandbox_inode
     with pytest.raises(Unfit, match="namespaces"):
-        examine(place.record(gateway_inode=inode), place.state(), tmp_path, UIDS)
+        examine(place.record(gateway_inode=inode), place.state(), tmp_path, UIDS, RULES)

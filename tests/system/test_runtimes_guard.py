@@ -18,10 +18,12 @@ import pytest
 from runtimes.net import netns
 from runtimes.net.guard import GuardError, NetGuard
 from runtimes.net.nft import GuardPlan, render_floor, render_guard
+from wire.gateway_limits import GatewayLimits
 
 pytestmark = pytest.mark.system
 
 _FIRST, _LAST = 700001000, 700005093
+_LOOPBACK = (ip_network("127.0.0.0/8"),)
 
 
 @pytest.fixture
@@ -78,7 +80,6 @@ def test_a_workers_connections_are_counted(upstream: Path) -> None:
         assert ["3", "4"] == done.stdout.split()
 
 
-_LOOPBACK = (ip_network("127.0.0.0/8"),)
 _SERVES = """
 listener = socket.create_server(("127.0.0.1", 0))
 listener.settimeout(3)
@@ -89,6 +90,24 @@ try:
 except TimeoutError:
     print("alone")
 """
+_DIALS = """
+refused = 0
+for _ in range(int(sys.argv[2])):
+    with socket.socket() as sock:
+        sock.settimeout(20)
+        refused += sock.connect_ex(("127.0.0.1", int(sys.argv[1]))) == errno.EHOSTUNREACH
+print(refused)
+"""
+_ACCEPTS = [
+    *(sys.executable, "-c"),
+    """
+import socket
+listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+print(listener.getsockname()[1], flush=True)
+while True:
+    listener.accept()[0].close()
+""",
+]
 _INHERITS = """
 sock = socket.socket(type=socket.SOCK_DGRAM)
 sock.bind(("127.0.0.1", int(sys.argv[1])))
@@ -106,8 +125,24 @@ def _load(path: Path, plan: GuardPlan, *layers: str) -> None:
 
 
 def _as(uid: int, code: str, *arguments: object) -> list[str]:
-    become = f"import os, socket, sys\nos.setgroups([])\nos.setresuid({uid}, {uid}, {uid})\n"
+    become = f"import errno, os, socket, sys\nos.setgroups([])\nos.setresuid({uid}, {uid}, {uid})\n"
     return [sys.executable, "-c", become + code, *map(str, arguments)]
+
+
+@pytest.mark.parametrize(("limits", "refused"), [(GatewayLimits(), True), (GatewayLimits(dial_rate=2000), False)])
+def test_a_workers_new_connections_have_a_rate_that_the_operator_sets(
+    upstream: Path, limits: GatewayLimits, refused: bool
+) -> None:
+    """2000 connections at once: as many as a worker with `dial_rate = 2000` may begin in a second."""
+    _load(upstream, GuardPlan(_FIRST, _LAST, allowed=_LOOPBACK).widened(limits), "guard")
+    with netns.inside(upstream, lambda: subprocess.Popen(_ACCEPTS, stdout=subprocess.PIPE, text=True)) as server:
+        assert server.stdout is not None
+        dials = _as(_FIRST, _DIALS, int(server.stdout.readline()), 2000)
+        done = netns.inside(
+            upstream, lambda: subprocess.run(dials, capture_output=True, text=True, timeout=120, check=True)
+        )
+        server.kill()
+    assert refused == (int(done.stdout) > 0)
 
 
 def _serves(path: Path, uid: int) -> str:

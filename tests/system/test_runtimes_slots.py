@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from runtimes.net import netns, netstate, slots
-from runtimes.net.plan import PLAN
+from runtimes.net.plan import PLAN, slot_plan
 from runtimes.net.slots import Slot
 from runtimes.process.cgroups import Cgroups, GroupLimits, Processor, remove_container_groups
 from runtimes.process.cpu_weight import Computing, CpuWeight, process_seconds
 from testbed.traces import alive, cookie_of
 from testbed.with_parent import with_parent
+from wire.gateway_limits import GatewayLimits
 
 pytestmark = pytest.mark.system
 
@@ -138,17 +139,28 @@ def test_datagrams_beyond_the_rate_are_dropped_and_counted(slot: Slot) -> None:
 
 def test_connections_beyond_the_rate_are_dropped_and_counted(slot: Slot) -> None:
     count, began = 8 * PLAN.syn_rate, time.monotonic()
-
-    def flood() -> None:
-        for _ in range(count):
-            with socket.socket() as sock:
-                sock.setblocking(False)
-                sock.connect_ex(("8.8.8.8", 443))
-
-    netns.inside(slot.sandbox, flood)
+    netns.inside(slot.sandbox, lambda: _flood(count))
     passed = count - _counted(slot, "over_connections")
     assert 2 * PLAN.syn_rate <= passed <= (3 + time.monotonic() - began) * PLAN.syn_rate
     assert 0 == _counted(slot, "over_datagrams")
+
+
+def test_an_operator_can_permit_more_connections(tmp_path: Path) -> None:
+    """What the default rate drops passes under a higher one."""
+    wide = slot_plan(GatewayLimits(connection_rate=8 * PLAN.syn_rate))
+    made = slots.make(tmp_path, 7, wide)
+    try:
+        netns.inside(made.sandbox, lambda: _flood(8 * PLAN.syn_rate))
+        assert 0 == _counted(made, "over_connections")
+    finally:
+        assert () == slots.destroy(made)
+
+
+def _flood(count: int) -> None:
+    for _ in range(count):
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            sock.connect_ex(("8.8.8.8", 443))
 
 
 def _counted(slot: Slot, name: str) -> int:

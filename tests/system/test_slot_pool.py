@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from runtimes.net import slot_pool, slots
+from runtimes.net.plan import PLAN
 
 pytestmark = pytest.mark.system
 
 
 async def test_a_slot_that_cannot_be_judged_is_unmade_and_its_number_comes_back(tmp_path: Path) -> None:
     """After any exception of the check the launch continues with a new slot, and no number is lost."""
-    pool = slot_pool.SlotPool(tmp_path, slot_pool.AHEAD + 1)
+    pool = slot_pool.SlotPool(tmp_path, slot_pool.AHEAD + 1, PLAN)
     judged: list[slots.Slot] = []
 
     async def judge(slot: slots.Slot, generation: int | None) -> int | None:

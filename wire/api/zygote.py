@@ -26,7 +26,7 @@ class Prepare(Request[Done]):
         inside: the sandbox's address on its link.
         allowed_addresses: networks that may be dialled although they are not public.
         host_addresses: addresses by name; they are used instead of DNS.
-        limits: fields of `gateway.config.GatewayLimits` that differ from its defaults.
+        limits: fields of `wire.gateway_limits.GatewayLimits` that differ from its defaults.
     """
 
     upstream_roots: str = field(repr=False)

@@ -17,7 +17,7 @@ from OpenSSL import SSL
 from gateway.splice import reset
 from gateway.tls.memory import MemoryTls, TlsFailed
 
-_PART = 64 * 1024
+
 
 
 class BufferedConnection(asyncio.Protocol):
