@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-_PREFIX = "requests, "
+from bench.goals import OURS, WAYS
+
+_CHARTED = ("requests, ", "new TLS connections", "down", "up")
 _LEFT, _RIGHT, _BAR, _GAP, _TOP = 190, 110, 16, 6, 34
 _WIDTH = 720
-_OURS = frozenset({"spliced", "inspected", "injected", "injected, each head new"})
 
 
 def draw(described: Sequence[Mapping[str, Any]]) -> str:
-    """Return bars of the requests a second of each path, one group for each number of connections; empty without any.
+    """Return bars of requests, new connections and bytes of each path, a group for each quantity; empty without any.
 
     Args:
         described: rows of `figures.describe`.
@@ -19,18 +20,18 @@ def draw(described: Sequence[Mapping[str, Any]]) -> str:
     groups: dict[str, list[tuple[str, float]]] = {}
     for row in described:
         what, _, way = row["name"].partition(": ")
-        if what.startswith(_PREFIX) and way:
-            groups.setdefault(what.removeprefix(_PREFIX), []).append((way, row["median"]))
+        if what.startswith(_CHARTED) and way in WAYS:
+            groups.setdefault(f"{what} ({row['unit']})", []).append((way, row["median"]))
     if not groups:
         return ""
     parts, y = [], 0
     for title, bars in groups.items():
-        parts.append(_text(4, y + 22, f"requests per second, {title}", 'font-weight="bold"'))
+        parts.append(_text(4, y + 22, title, 'font-weight="bold"'))
         y += _TOP
         longest = max(value for _, value in bars)
         for way, value in bars:
             length = (_WIDTH - _LEFT - _RIGHT) * value / longest
-            colour = "#3b6ea5" if way in _OURS else "#9aa5b1"
+            colour = "#3b6ea5" if way in OURS else "#9aa5b1"
             parts.append(_text(_LEFT - 8, y + _BAR - 4, way, 'text-anchor="end"'))
             parts.append(f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" fill="{colour}"/>')
             parts.append(_text(_LEFT + length + 6, y + _BAR - 4, f"{value:,.0f}", ""))

@@ -54,6 +54,11 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
+def of_connections(number: int) -> str:
+    """Return the part of a figure's name that says how many connections are open."""
+    return "1 connection" if number == 1 else f"{number} connections"
+
+
 def describe(figures: Sequence[Figure]) -> list[dict[str, Any]]:
     """Return each figure with its summary, its ratio to its peer and whether its goal is met, ready for JSON."""
     medians = {figure.name: figure.summary()["median"] for figure in figures}

@@ -1,4 +1,4 @@
-"""`./run bench [NAME...] [--rounds N] [--output FILE]`: measures, prints a table, writes one JSON document."""
+"""`./run bench [NAME...]`: measures, prints a table and the goals, writes one JSON document."""
 
 import argparse
 import json
@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import create, execd, first_code, gateway, policy_change
+from bench import create, execd, first_code, gateway, goals, policy_change
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.fixture import BenchError, Fixture, fixture
@@ -42,33 +43,42 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"samples of each figure ({ROUNDS})")
     parser.add_argument("--output", type=Path, help="the JSON document; else a new file below the home directory")
+    help_only = "a path of the benchmark gateway; may be repeated; else all: %(choices)s"
+    parser.add_argument("--only", action="append", choices=goals.WAYS, metavar="WAY", help=help_only)
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in BENCHES]:
         parser.error(f"there is no benchmark {unknown[0]!r}")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
+    names = options.names or list(BENCHES)
+    if options.only and "gateway" not in names:
+        parser.error("--only is an option of the benchmark gateway")
+    benches = BENCHES | {"gateway": partial(gateway.measure, only=options.only or goals.WAYS)}
     signal.signal(signal.SIGTERM, _interrupt)
     about = machine()
     figures: list[Figure] = []
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
             Path(name).chmod(0o711)
-            names = options.names or list(BENCHES)
             with fixture(Path(name), prefix, code="code" in names) as made:
                 for bench in names:
                     print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
-                    figures += BENCHES[bench](made, options.rounds)
+                    figures += benches[bench](made, options.rounds)
     except (BenchError, InternetError, StackError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, Interrupted):
         return 130
     described = describe(figures)
+    judged = goals.judge(described)
     print(table(described))
+    if judged:
+        print("\ngoals of the gateway, of the medians of this run:", *goals.lines(judged), sep="\n")
     output = options.output or Path(os.environ["SALLYPORT_HOME"], "bench", time.strftime("%Y%m%d-%H%M%S.json"))
     output.parent.mkdir(parents=True, exist_ok=True)
     about["load_after"] = list(os.getloadavg())
-    output.write_text(json.dumps({"machine": about, "rounds": options.rounds, "figures": described}, indent=1) + "\n")
+    document = {"machine": about, "rounds": options.rounds, "figures": described, "goals": judged}
+    output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"\nmachine: {about['cpus']} x {about['cpu']}, kernel {about['kernel']}; load {about['load'][0]:.1f} before")
     print(f"JSON: {output}")
     if chart := draw(described):

@@ -14,8 +14,6 @@ from bench.figures import Figure, Goal
 from bench.fixture import INSPECTED, SPLICED, BenchError, Fixture, put_client, run_client, wait_until
 
 FLOWS = 20
-REST = 1.0
-"""Seconds between two rounds, because a sandbox can dial only 50 times a second, with a burst of a hundred."""
 LIMIT = 250.0
 _NOTHING: dict[str, Any] = {"defaultAction": "deny", "egress": []}
 _EVERYTHING: dict[str, Any] = {"defaultAction": "allow", "egress": []}
@@ -56,7 +54,6 @@ def _cut(fixture: Fixture, sandbox: Any, client: httpx.Client, url: str) -> tupl
     if not results or results[0]["failures"] or len(results[0]["ended"]) != FLOWS:
         raise BenchError(f"the client's flows: {results}")
     client.put(url, json=_EVERYTHING).raise_for_status()
-    time.sleep(REST)
     inside = max(results[0]["ended"])
     outside = max(note["at"] for note in fixture.notes(mark) if note["event"] == "closed")
     return 1000 * (inside - began), 1000 * (outside - began), 1000 * (answered - began)

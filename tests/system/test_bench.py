@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import goals
+from bench.chart import draw
 from bench.figures import Figure, Goal, describe, quantile, table
+from bench.main import main
 from tests.stacks import INTERNET
 
 _PROGRAM = """
@@ -43,6 +46,7 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     wanted |= {f"{what}, 4 connections: {way}" for way in ways for what in ("requests", "p50", "p99")}
     wanted |= {f"{what}: {way}" for way in ways[1:] for what in ("memory", "processor time of a request, 1 connection")}
     wanted |= {f"up: {way}" for way in ("no gateway", "spliced", "injected", "Envoy", "mitmproxy")}
+    wanted |= {f"p99 at half load: {way}" for way in ("no gateway", "injected", "Envoy")}
     wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
     wanted |= {
         f"execd {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("echo", "bash alone", "start to /ping")
@@ -55,6 +59,11 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     assert all(figures[row["peer"]] for row in figures.values() if "peer" in row)
     assert {"cpus", "kernel", "load", "versions"} <= set(document["machine"])
     assert [] == [name for name in figures if name not in done.stdout]
+    measured = {goal["figure"] for goal in document["goals"] if goal["met"] is not None}
+    assert {
+        goal.figure for goal in goals.GOALS if "16 conn" not in goal.figure and "256" not in goal.figure
+    } == measured
+    assert "goals of the gateway" in done.stdout
     assert str(path) in done.stdout
     assert [] == [way for way in ways if f">{way}</text>" not in chart]
 
@@ -77,3 +86,71 @@ def test_a_figure_is_read_beside_its_peer_and_its_goal() -> None:
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 10), (0.95, 19), (0.99, 20), (1.0, 20), (0.0, 1)])
 def test_quantiles_are_samples_by_nearest_rank(share: float, expected: int) -> None:
     assert expected == quantile(list(range(1, 21)), share)
+
+
+def _described(**medians: float) -> list[dict[str, object]]:
+    return describe([Figure(name.replace("_", " "), "ms", [value]) for name, value in medians.items()])
+
+
+@pytest.mark.parametrize(
+    ("goal", "ours", "met", "value"),
+    [
+        (goals.Comparison("ours", "other", least=2.0), 20, True, 2.0),
+        (goals.Comparison("ours", "other", least=2.0), 19, False, 1.9),
+        (goals.Comparison("ours", "other", most=2.0), 20, True, 2.0),
+        (goals.Comparison("ours", "other", most=2.0), 21, False, 2.1),
+        (goals.Comparison("ours", "other", added=2.0), 12, True, 2),
+        (goals.Comparison("ours", "other", added=2.0), 13, False, 3),
+    ],
+)
+def test_a_goal_compares_two_figures_of_the_run(goal: goals.Comparison, ours: int, met: bool, value: float) -> None:
+    """Its bound is included. Without one of the figures it is not measured."""
+    rows = {str(row["name"]): row for row in _described(ours=ours, other=10)}
+    judged = goal.judged(rows)
+    assert (met, value) == (judged["met"], judged["value"])
+    for name in rows:
+        assert goal.judged({name: rows[name]})["met"] is None
+
+
+def test_the_goals_are_judged_only_if_the_run_has_their_figures() -> None:
+    assert [] == goals.judge(_described(**{"create runc: ours": 1.0}))
+    judged = goals.judge(
+        _described(**{"p50, 1 connection: injected": 3.0, "p50, 1 connection: Envoy": 2.0, "down: spliced": 1.0})
+    )
+    assert len(goals.GOALS) == len(judged)
+    assert {"p50, 1 connection: injected": False} == {
+        goal["figure"]: goal["met"] for goal in judged if goal["met"] is not None
+    }
+    printed = goals.lines(judged)
+    assert len(goals.GOALS) == len(printed)
+    (missed,) = (line.split() for line in printed if "MISSED" in line)
+    assert [
+        "MISSED",
+        "1.50",
+        "x",
+        "<=",
+        "1",
+        "x",
+        "p50,",
+        "1",
+        "connection:",
+        "injected,",
+        "against",
+        "Envoy",
+    ] == missed
+    assert len(goals.GOALS) - 1 == sum("not measured" in line for line in printed)
+
+
+def test_the_chart_has_a_group_for_each_quantity() -> None:
+    names = {"requests, 1 connection: injected": 5.0, "down: Envoy": 7.0, "memory: Envoy": 9.0, "up: another": 1.0}
+    chart = draw(_described(**names))
+    assert [True, True, False, False] == [text in chart for text in (">injected<", ">Envoy<", "memory", "another")]
+    assert ">down (ms)<" in chart
+    assert "" == draw(_described(**{"memory: Envoy": 9.0}))
+
+
+@pytest.mark.parametrize("arguments", [["create", "--only", "Envoy"], ["gateway", "--only", "nothing"]])
+def test_paths_are_selected_of_the_gateway_and_by_their_names(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert 2 == ended.value.code
