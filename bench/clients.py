@@ -52,7 +52,7 @@ def wrk(way: Way, connections: int, seconds: int) -> dict[str, float]:
         raise BenchError(f"{way.name}: wrk ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
     result: dict[str, float] = json.loads(lines[-1])
     if result["failures"] or not result["requests"]:
-        raise BenchError(f"{way.name}, {connections} connections: {result}")
+        raise BenchError(f"{way.name}, {connections} connections, wrk {way.kind}: {result}")
     return result
 
 

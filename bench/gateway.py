@@ -9,6 +9,7 @@
 
 import os
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +29,7 @@ CONNECTIONS = goals.CONNECTIONS
 SECONDS = 3
 """The length of one sample. With many connections it is longer, because of their handshakes."""
 _MANY = 100
+_REST_SECONDS, _REST_MOST = 0.2, 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 type Samples = dict[tuple[str, str], list[float]]
@@ -49,6 +51,7 @@ def measure(fixture: Fixture, rounds: int, only: Collection[str] = WAYS) -> list
             for _ in range(rounds):
                 for way in ways:
                     _add(samples, way, _round(way))
+                    _rest(way)
                 _half_load(samples, ways)
     finally:
         sandbox.kill()
@@ -129,8 +132,10 @@ def _round(way: Way) -> dict[tuple[str, str], float]:
         if way.proxies():
             spent = _processor_seconds(way) - before
             seen[f"processor time of a request, {label}", "us"] = 1e6 * spent / result["requests"]
+        _rest(way)
     if way.kind == "same":
         result = clients.wrk(replace(way, kind="close"), 16, SECONDS)
+        _rest(way)
         seen["new TLS connections", "1/s"] = result["requests"] / result["seconds"]
         if way.name == goals.INJECTED:
             seen["requests over HTTP/2, 16 connections", "1/s"] = clients.http2(way, SECONDS)
@@ -140,6 +145,14 @@ def _round(way: Way) -> dict[tuple[str, str], float]:
     if way.proxies():
         seen["memory", "MiB"] = sum(_memory(process) for process in way.proxies()) / 2**20
     return seen
+
+
+def _rest(way: Way) -> None:
+    """Wait until the proxy rests: it closes the connections of a sample, and others share its core."""
+    deadline, before = time.monotonic() + _REST_MOST, -1.0
+    while (now := _processor_seconds(way)) - before > _REST_SECONDS / 10 and time.monotonic() < deadline:
+        before = now
+        time.sleep(_REST_SECONDS)
 
 
 def _processor_seconds(way: Way) -> float:
