@@ -18,8 +18,6 @@ from gateway.splice import reset
 from gateway.tls.memory import MemoryTls, TlsFailed
 
 
-
-
 class BufferedConnection(asyncio.Protocol):
     """One connection. `moved` is called when bytes arrive; it can be replaced."""
 

@@ -8,8 +8,7 @@
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 from gateway import pages
@@ -52,6 +51,7 @@ class Http1Flow:
         self._loop = asyncio.get_running_loop()
         self._active_at = self._loop.time()
         self._waits = 0
+        self._pause = _Pause(self)
         self._unsent = 0
         self._idle = self._loop.call_later(self._limits.idle_seconds, self._end_idle)
 
@@ -120,14 +120,8 @@ class Http1Flow:
         self._active_at = self._loop.time()
         self._shared.beat()
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._waits += 1
-        try:
-            yield
-        finally:
-            self._waits -= 1
-            self._active_at = self._loop.time()
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self._pause
 
     def _end_idle(self) -> None:
         left = self._active_at + self._limits.idle_seconds - self._loop.time()
@@ -198,6 +192,20 @@ class Http1Flow:
 
     def _end_head(self) -> None:
         self._end("a request head was not complete in time")
+
+
+class _Pause(AbstractContextManager[None]):
+    """The time in which a flow waits for a port of the exchange, which has a limit of its own. It can be nested."""
+
+    def __init__(self, flow: Http1Flow) -> None:
+        self._flow = flow
+
+    def __enter__(self) -> None:
+        self._flow._waits += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self._flow._waits -= 1
+        self._flow._active_at = self._flow._loop.time()
 
 
 def _head(data: bytes) -> HeadVerdict:

@@ -277,10 +277,8 @@ class Transaction:
             chunked, framed = False, response.bodiless
         out, pieces = response_head(verdict.status, verdict.reason, fields), self._pieces
         try:
-            while True:
+            while not response.complete:
                 out += b"".join([_framed(exchange.response_chunk(piece), chunked=chunked) for piece in pieces])
-                if response.complete:
-                    break
                 client.write(out)
                 await client.drain()
                 out, pieces = b"", await self._more(server)
@@ -288,7 +286,7 @@ class Transaction:
             if not framed:  # the client would take the end of its connection for the end of the response
                 client.discard()
             raise
-        out += _framed(exchange.response_end(), chunked=chunked)
+        out += _framed(exchange.response_end(b"".join(pieces)), chunked=chunked)
         client.write(out + _LAST_CHUNK if chunked and not response.bodiless else out)
         self._finish()
         await client.drain()
