@@ -235,6 +235,9 @@ class Handler(BaseHTTPRequestHandler):
         if parts.path == "/v1/redirect":
             self._reply(int(options["status"]), b"this way\n", Location=REDIRECTS[options["to"]])
             return
+        if parts.path.startswith("/v1/quiet/"):
+            self._reply(200, b"ok\n")
+            return
         received = {
             "method": self.command,
             "target": self.path,

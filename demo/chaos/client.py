@@ -55,7 +55,7 @@ class Client:
     def run(self) -> None:
         """Ask questions until SIGTERM."""
         kinds: list[tuple[str, float, Callable[[], Callable[[str], Result]]]] = [
-            ("secret", 0.2, lambda: self._https("api", "/v1/")),
+            ("secret", 0.2, lambda: self._https("api", "/v1/quiet/", echo="/v1/")),
             ("plain", 0.5, lambda: self._https("status", "/", keep=not self._plan["spliced"])),
             ("name", 0.6, lambda: self.forbidden_host),
             ("sni", 0.8, lambda: self.forbidden_sni),
@@ -89,8 +89,14 @@ class Client:
                 self._results.write(json.dumps(line) + "\n")
             self.stop.wait(pause if good else min(pause, AGAIN))
 
-    def _https(self, name: str, prefix: str, expected: int = 200, keep: bool = True) -> Callable[[str], Result]:
-        """Return a function that sends requests to one host: every fourth (or each) over a new connection."""
+    def _https(
+        self, name: str, prefix: str, expected: int = 200, keep: bool = True, echo: str | None = None
+    ) -> Callable[[str], Result]:
+        """Return a function that sends requests to one host: every fourth (or each) over a new connection.
+
+        Every tenth request has the prefix `echo`, where the server repeats the secret. The gateway limits how many
+        responses with a secret a sandbox gets.
+        """
         host = self._plan[name]
         kept: list[http.client.HTTPSConnection] = []
         used = [0]
@@ -113,7 +119,7 @@ class Client:
             else:
                 connection = kept[0]
             try:
-                connection.request("GET", prefix + ident)
+                connection.request("GET", (echo if echo and used[0] % 10 == 0 else prefix) + ident)
                 response = connection.getresponse()
                 body = response.read()
             except BaseException:
