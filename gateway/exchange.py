@@ -53,6 +53,7 @@ HTTP2 = 20
 MAX_RECORDED_PATH = 2048
 _KEPT_HEADS = 128
 _MAX_KEPT_HEAD = 4096
+_CLOSE: Headers = ((b"Connection", b"close"),)
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
 
@@ -163,6 +164,7 @@ class Exchange:
         """The response head was allowed, and its body is relayed to the client."""
         self._stage = _Stage.NEW
         self._http2 = False
+        self._closes = False
         self._websocket_key: bytes | None = None
         self._route: Route | None = None
         self._sent = False
@@ -233,6 +235,7 @@ class Exchange:
         if not session.searched.covers(decision.injections):
             raise RuntimeError("a secret would be sent that responses are not searched for")
         self._http2 = parts.version == HTTP2
+        self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
         forward = Forward(self._head(parts, translated, headers), self.scrub, injected)
@@ -330,8 +333,6 @@ class Exchange:
         fields.insert(0, (b"Host", translated.host_header))
         if translated.websocket:
             fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
-        elif translated.close:
-            fields.append((b"Connection", b"close"))
         return ForwardHead(translated.target, b"", tuple(fields))
 
     async def connection(self, route: Route) -> None:
@@ -418,7 +419,8 @@ class Exchange:
             return self._withhold(reason)
         self.begun = True
         patterns = self.session.searched.patterns
-        self._relayed = (*self._without_secrets(read.headers), *read.own)
+        own = _CLOSE if self._closes and not read.own else read.own
+        self._relayed = (*self._without_secrets(read.headers), *own)
         buffered = patterns is not None and read.coded
         self._next((_Stage.HEADED,), _Stage.BUFFERED if buffered else _Stage.STREAMED)
         if patterns is not None and not buffered:

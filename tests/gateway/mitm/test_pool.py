@@ -824,3 +824,16 @@ async def test_a_denied_request_takes_nothing_from_the_pool(site: Site) -> None:
     site.rig.decide = lambda _facts: Deny("new", "closed")
     assert (await site.ask()).startswith(b"HTTP/1.1 403 ")
     assert ([1], 1) == (site.far.carried(), site.idle())
+
+
+async def test_a_client_that_closes_its_connection_leaves_the_upstream_one_for_others(site: Site) -> None:
+    """`Connection: close` is a matter of one connection: the server does not get it, and the client's is closed."""
+    for _ in range(3):
+        flow = await site.flow()
+        answer = await flow.ask("/open", b"Connection: close\r\n")
+        assert b"\r\nconnection: close\r\n" in answer.lower()
+        assert b"" == await flow.reader.read()
+        await flow.end()
+        await site.settled(1)
+    assert [3] == site.far.carried()
+    assert not [head for head in site.far.lines[0].heads if b"close" in head.lower()]
