@@ -127,7 +127,7 @@ class FlowEngine:
         self._identity = identity
         self._clients = ClientContexts()
         self._upstream = UpstreamContext(upstream_roots)
-        self._pool: Pool[Any] = Pool(self._limits)
+        self._pool: Pool[Any] = Pool(self._limits, lambda: len(self._live))
         self._live: set[Flow] = set()
         self._ledger = ledger
         self._known = KnownPatterns()
@@ -197,6 +197,7 @@ class FlowEngine:
                 await served.close()
             finally:
                 self._live.discard(served)
+                self._pool.trim()
         if served.aborted:
             self._recorder.note("flow", "deny", rule="engine", reason=served.reason, **describe(flow, framing.name))
 

@@ -13,14 +13,14 @@ A worker has one pool. So no connection is shared between sandboxes.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.engines.port import EngineLimits
 from gateway.tls.contexts import UpstreamContext
-from gateway.verdicts import Route
+from gateway.verdicts import Injected, Route
 from policy.facts import FlowFacts
 from policy.injection import InjectionPlan
 from vault.secret import Secret
@@ -84,22 +84,41 @@ class Pooled[C: Poolable]:
     used: bool = False
 
 
-class Pool[C: Poolable]:
-    """The idle connections of one sandbox. `limits` can be replaced."""
+type _Fit = tuple[Place, frozenset[InjectionPlan], object | None]
+"""What `take` looks for: the place, the plans of the secrets, and the owner."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+
+class Pool[C: Poolable]:
+    """The idle connections of one sandbox.
+
+    Args:
+        limits: can be replaced.
+        flows: returns the number of live flows. Each may have one idle connection in addition to the limits.
+    """
+
+    def __init__(self, limits: EngineLimits, flows: Callable[[], int] = lambda: 0) -> None:
         self.limits = limits
         self.revision = 0
         """Changes when the connections that exist must not be kept any more."""
+        self._flows = flows
         self._key = secrets.token_bytes(32)
+        self._last: tuple[Injected, Carried] = ((), frozenset())
+        # Each of these has all idle connections, the one that was idle for longest first.
         self._idle: dict[Pooled[C], asyncio.TimerHandle] = {}
+        self._fitting: dict[_Fit, dict[Pooled[C], None]] = {}
+        self._places: dict[Place, dict[Pooled[C], None]] = {}
 
     def __len__(self) -> int:
         return len(self._idle)
 
-    def carried(self, injected: Iterable[tuple[InjectionPlan, Secret]]) -> Carried:
+    def carried(self, injected: Injected) -> Carried:
         """Return what a connection carries after a request with these secrets. The result contains no value."""
-        return frozenset((plan, value.identity(self._key)) for plan, value in injected)
+        last, result = self._last
+        if len(last) == len(injected) and all(map(_same, last, injected)):
+            return result
+        result = frozenset((plan, value.identity(self._key)) for plan, value in injected)
+        self._last = injected, result
+        return result
 
     def made(self, connection: C, route: Route, place: Place, revision: int) -> Pooled[C]:
         """Return a new connection. `revision` is the pool's before its dial."""
@@ -111,15 +130,11 @@ class Pool[C: Poolable]:
 
         The caller compares the values, which are not known yet, with `carried`.
         """
-        fitting = [
-            one
-            for one in reversed(self._idle)
-            if one.place == place and {plan for plan, _ in one.carried} == plans and one.owner in (None, owner)
-        ]
+        fitting = self._fitting.get((place, plans, owner)) or self._fitting.get((place, plans, None))
         if not fitting:
             return None
-        one = next((own for own in fitting if own.owner is owner), fitting[0])
-        self._idle.pop(one).cancel()
+        one = next(reversed(fitting))
+        self._remove(one)
         one.revision = self.revision
         return one
 
@@ -131,11 +146,14 @@ class Pool[C: Poolable]:
             _close(one.connection)
             return
         self._idle[one] = loop.call_later(left, self._end, one)
-        same = [other for other in self._idle if other.place == one.place]
-        if len(same) > limits.idle_per_destination:
-            self._end(same[0])
-        if len(self._idle) > limits.idle_connections:
-            self._end(next(iter(self._idle)))
+        self._fitting.setdefault(_fit(one), {})[one] = None
+        self._places.setdefault(one.place, {})[one] = None
+        self._limit(one.place)
+
+    def trim(self) -> None:
+        """End the connections above the limits: a flow has ended."""
+        for place in list(self._places):
+            self._limit(place)
 
     def drop(self) -> None:
         """End all idle connections. Those in use are not kept either."""
@@ -152,18 +170,44 @@ class Pool[C: Poolable]:
         for one in [one for one in self._idle if one.owner is owner]:
             self._end(one)
 
+    def _limit(self, place: Place) -> None:
+        limits, flows = self.limits, self._flows()
+        while len(same := self._places.get(place, {})) > limits.idle_per_destination + flows:
+            self._end(next(iter(same)))
+        while len(self._idle) > limits.idle_connections + flows:
+            self._end(next(iter(self._idle)))
+
+    def _remove(self, one: Pooled[C]) -> None:
+        self._idle.pop(one).cancel()
+        _drop(self._fitting, _fit(one), one)
+        _drop(self._places, one.place, one)
+
     def _discard(self, ones: list[Pooled[C]]) -> None:
         # With a reset: the kernel may still hold bytes of a request that the server answered early.
         self.revision += 1
+        self._last = (), frozenset()
         for one in ones:
-            self._idle.pop(one).cancel()
+            self._remove(one)
             one.connection.discard()
 
     def _end(self, one: Pooled[C]) -> None:
-        timer = self._idle.pop(one, None)
-        if timer is not None:
-            timer.cancel()
+        if one in self._idle:
+            self._remove(one)
             _close(one.connection)
+
+
+def _fit(one: Pooled[Any]) -> _Fit:
+    return one.place, frozenset(plan for plan, _ in one.carried), one.owner
+
+
+def _drop[Key](index: dict[Key, dict[Pooled[Any], None]], key: Key, one: Pooled[Any]) -> None:
+    del index[key][one]
+    if not index[key]:
+        del index[key]
+
+
+def _same(one: tuple[InjectionPlan, Secret], other: tuple[InjectionPlan, Secret]) -> bool:
+    return one[0] is other[0] and one[1] is other[1]
 
 
 def _close(connection: Poolable) -> None:

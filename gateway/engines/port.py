@@ -102,7 +102,8 @@ class EngineLimits:
     Attributes:
         flows: concurrent flows. A further flow is closed at once.
         upstream_connections: connections per flow. A flow in HTTP/1.1 uses one at a time.
-        idle_connections: upstream connections that are kept for later requests, together.
+        idle_connections: upstream connections that are kept for later requests, together. Each live flow may have one
+            in addition to this limit and the next one.
         idle_per_destination: those among them to one host, port and scheme.
         connection_idle_seconds: the time for which a connection without a request is kept. Common servers end one after
             60 seconds or later.

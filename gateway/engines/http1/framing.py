@@ -156,10 +156,11 @@ def binds_connection(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
     With NTLM and Negotiate a server takes later requests of the connection for those of the same user.
     """
-    return any(
-        name.lower() in _OF_CONNECTION or (name.lower() in _AUTHENTICATION and _CONNECTION_SCHEME.search(value))
-        for name, value in headers
-    )
+    for name, value in headers:
+        lower = name.lower()
+        if lower in _OF_CONNECTION or (lower in _AUTHENTICATION and _CONNECTION_SCHEME.search(value)):
+            return True
+    return False
 
 
 def check_framing(headers: Headers) -> None:

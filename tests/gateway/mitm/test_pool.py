@@ -785,10 +785,40 @@ async def test_the_connection_that_is_idle_for_longest_ends_first(lab: Lab, limi
         for number in (2, 0, 3, 1):
             go[number].set()
             await flows[number].read()
-        await site.gone(2, 0)
-        assert (2, False, False) == (site.idle(), *(site.far.lines[number].ended.is_set() for number in (1, 3)))
+        assert 4 == site.idle()  # one for each live flow
         for flow in flows:
             await flow.end()
+        await site.gone(2, 0)
+        assert (2, False, False) == (site.idle(), *(site.far.lines[number].ended.is_set() for number in (1, 3)))
+
+
+async def test_as_many_flows_as_there_may_be_dial_once_each(lab: Lab) -> None:
+    """Their connections rest between their requests. The limits of idle connections do not end these."""
+    async with served(lab, EngineLimits(idle_per_destination=1, idle_connections=1)) as site:
+        flows = [await site.flow() for _ in range(12)]
+        await together(site, flows)
+        for _ in range(3):
+            for flow in flows:
+                await flow.ask()
+        assert (12, 4 * 12) == (len(site.far.lines), sum(site.far.carried()))
+        for flow in flows:
+            await flow.end()
+        await site.settled(1)
+
+
+async def together(site: Site, flows: list[Caller]) -> None:
+    """Ask in all flows at once: no response comes before the last request."""
+    go = asyncio.Event()
+
+    async def answer(far: Far, line: Line) -> None:
+        if len(far.lines) == len(flows):
+            go.set()
+        await go.wait()
+        line.writer.write(OK)
+
+    site.far.answer = answer
+    await asyncio.gather(*(flow.ask() for flow in flows))
+    site.far.answer = None
 
 
 async def test_a_limit_counts_each_destination_on_its_own(lab: Lab) -> None:
