@@ -95,9 +95,12 @@ class GroupCommit:
         return self._log.found.get(chain, 0)
 
     def filled(self, ring: Drain) -> None:
-        """Write the records of `ring` soon."""
+        """Write the records of `ring` soon; while the log cannot be written, at the next attempt."""
         self._full[ring.key] = ring
-        self._schedule()
+        if self._healthy:
+            self._schedule()
+        else:
+            self._schedule_next()
 
     def has_ring(self, key: Key) -> bool:
         """Whether records are taken from the ring of this worker."""

@@ -17,6 +17,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.net.slot_pool import AHEAD
 from testbed.internet import DNS_ADDRESS, Internet, whole_lines
+from testbed.rings import settle
 from testbed.traces import Traces, take
 from testbed.with_parent import with_parent
 from wire.api.hostd import HostSandboxState, Inspect, List
@@ -288,7 +289,8 @@ data_root = "{self._docker_data}"
         return take(sandbox, container, netns, places, str(self.run / "docker.sock"))
 
     def audit_records(self) -> list[dict[str, Any]]:
-        """Return every record of the audit log, in order."""
+        """Return every record of the audit log, in order, with all that was accepted before the call."""
+        settle(self.run / "rings")
         records = []
         for path in sorted((self.state / "audit").glob("audit-*.jsonl")):
             records += whole_lines(path)

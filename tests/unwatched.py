@@ -19,7 +19,7 @@ class Unwatched:
     def __init__(self, *_: Any) -> None:
         slot_pool.AHEAD = 0
 
-    async def start(self, index: int) -> None:
+    async def start(self, *_: Any) -> None:
         """Do nothing: there is no watch to start."""
 
     async def judge_idle(self, *_: Any) -> None:
