@@ -327,7 +327,7 @@ def test_of_mixed_answers_only_the_public_address_is_used(internet: Internet, st
 
 def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Internet, stack: Stack, victim: str) -> None:
     """The name's first answer is public, its second is the metadata service. Both have a lifetime of zero."""
-    request = "GET /@@ HTTP/1.1\r\nHost: flip.bank.example\r\n\r\n"
+    request = "GET /@@ HTTP/1.0\r\nHost: flip.bank.example\r\n\r\n"  # so that each request is dialled for
     waits = (0.0, 5.5, 11.0)
     attacks = tuple(Attack(f"after {wait} s", (wait, request), None, ATTACKER, 80, options={}) for wait in waits)
     verdicts = from_sandbox(attacks, internet, stack, victim)
@@ -335,7 +335,7 @@ def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Inter
 
     assert 2 <= len(questions)
     assert METADATA_ADDRESS not in {frame.destination for frame in verdicts.data_frames()}
-    assert 1 <= sum("HTTP/1.1 200" in verdicts.answer(attack) for attack in attacks) < len(attacks)
+    assert 1 <= sum(" 200 " in verdicts.answer(attack) for attack in attacks) < len(attacks)
 
 
 def test_an_alias_to_the_attacker_does_not_make_him_the_name(internet: Internet, stack: Stack, victim: str) -> None:

@@ -124,7 +124,8 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
         control = wire.Client(socket.socket(fileno=os.dup(gate.control.sock.fileno())))
         control.start()
         identity = WorkerIdentity(gate.rig.sandbox, gate.rig.generation, UID, Path("/none"))
-        eye = WorkerProcess(identity, gate.pid, control, cast(Any, None), cast(Any, None), gate.ledger, cast(Any, None))
+        none: Any = None
+        eye = WorkerProcess(identity, gate.pid, control, none, none, gate.ledger, none, none, none)
         ended = asyncio.create_task(eye.ended())
         ended.add_done_callback(lambda task: None if task.cancelled() else replaced.set())
         await asyncio.to_thread(stop.wait)

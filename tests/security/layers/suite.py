@@ -22,7 +22,7 @@ from lifecycle.posture.attempts import Evidence, FarEnd, ProbeError, Report, arr
 from lifecycle.posture.capture import Capture
 from lifecycle.posture.ways_out import MARKER
 from testbed import raw_client
-from testbed.attacks import MARK, Attack
+from testbed.attacks import MARK, Attack, only_ends
 from testbed.far_end import GATEWAY_CANARY_PORTS, control_targets, end, probe_environment, sandbox_targets
 from testbed.internet import ADDRESSES, API, ATTACKER, DNS_ADDRESS, METADATA_ADDRESS, STATUS, Internet
 from testbed.leaks import forms_of, leaks_in
@@ -219,7 +219,7 @@ class Pair:
             with ThreadPoolExecutor(len(runtimes)) as pool:
                 ran = dict(zip(runtimes, pool.map(self._run, runtimes), strict=True))
             settle(internet, wires)
-            frames = [frame for wire in wires for frame in wire.since(0)]
+            frames = [frame for wire in wires for frame in wire.since(0) if not only_ends(frame)]
             hits, noted = _host_hits(internet) - host, notes(internet)
             found = {}
             for runtime, (saw, answers) in ran.items():
