@@ -411,7 +411,8 @@ class Exchange:
         self._status = head.status
         if head.status == 101 and not accepts_websocket(head, self._websocket_key):
             raise RuntimeError("101 without a valid WebSocket handshake")
-        read = head_facts(head)
+        known = self.session.searched.patterns
+        read = head_facts(head, keep=known is None or not known.in_headers(head.headers))
         if not read.plain:
             raise RuntimeError("a response in a transfer coding other than chunked")
         reason = await self._unsearchable(head, read.unsearchable)

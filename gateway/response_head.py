@@ -45,9 +45,13 @@ class HeadFacts:
     grpc: bool
 
 
-def head_facts(head: ResponseHead) -> HeadFacts:
-    """Return the facts of a head. Those of small heads are kept, since servers repeat them."""
-    size = sum([len(name) + len(value) for name, value in head.headers])
+def head_facts(head: ResponseHead, *, keep: bool) -> HeadFacts:
+    """Return the facts of a head. Those of small heads are kept, since servers repeat them.
+
+    Args:
+        keep: False for a head with a secret: no copy of it stays behind.
+    """
+    size = sum([len(name) + len(value) for name, value in head.headers]) if keep else _MAX_KEPT_HEAD + 1
     return _facts_before(head) if size <= _MAX_KEPT_HEAD else _facts(head)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway import response_head
 from gateway.admission import Admission
 from gateway.effects import Effects
 from gateway.exchange import MAX_RECORDED_PATH, Exchange, Session
@@ -458,6 +459,15 @@ def test_a_match_beyond_the_bound_is_not_shown() -> None:
         exchange.response_trailers(((b"x-token", SECRET.encode()),))
     assert ["scrub"] == ports.denials()
     assert "too many responses held a secret; try again later" == ports.records[-1][2]["reason"]
+
+
+@pytest.mark.parametrize(("value", "kept"), [(SECRET.encode(), 0), (b"nothing of it", 1)])
+def test_no_copy_of_a_response_head_with_a_secret_is_kept(value: bytes, kept: int) -> None:
+    response_head._facts_before.cache_clear()
+    exchange = forwarded()
+    ended(exchange.connection(ROUTE))
+    ended(exchange.response(ResponseHead(200, False, ((b"x-token", b"Bearer " + value),))))
+    assert kept == response_head._facts_before.cache_info().currsize
 
 
 def test_what_is_held_back_of_a_body_that_ends_abruptly_is_not_shown() -> None:

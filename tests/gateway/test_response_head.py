@@ -2,10 +2,12 @@
 
 import pytest
 
+from gateway import response_head
 from gateway.response_head import (
     accepts_websocket,
     encodings,
     end_to_end,
+    head_facts,
     is_grpc,
     own_fields,
     plainly_framed,
@@ -63,3 +65,12 @@ def test_what_is_between_neighbours_is_not_passed_on_and_a_value_has_one_line() 
     assert ((b"Connection", b"close"),) == own_fields(received)
     assert () == own_fields(head())
     assert ((b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")) == own_fields(head(status=101))
+
+
+def test_a_head_with_a_secret_is_not_kept() -> None:
+    clean, secret = head((b"X-A", b"b")), head((b"X-Echo", b"tok-0123456789"))
+    before = response_head._facts_before.cache_info().currsize
+    assert head_facts(secret, keep=False) == head_facts(secret, keep=False)
+    assert before == response_head._facts_before.cache_info().currsize
+    assert head_facts(clean, keep=True) is head_facts(clean, keep=True)
+    assert head_facts(secret, keep=False).headers == secret.headers
