@@ -123,7 +123,7 @@ class GroupCommit:
         ring.look()
         closing, self._closing = self._closing, True  # no budgets
         try:
-            for _ in range(ROOM // RING_TURN):
+            for _ in range(ROOM // RING_TURN):  # bounded: the worker may still write
                 if key not in self._full:
                     break
                 self._flush()
@@ -317,9 +317,9 @@ class GroupCommit:
             self._urgent.set()
 
     def _refuse(self, requests: list[_Request], why: str) -> None:
-        self._set_health(healthy=False)
-        if not self._refused:
+        if self._healthy:
             _log.error("the log refuses records until it can be written again: %s", why)
+        self._set_health(healthy=False)
         for request in requests:
             for entry in request.entries:
                 self._refused[entry.chain] = self._refused.get(entry.chain, 0) + 1
