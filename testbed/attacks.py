@@ -184,7 +184,7 @@ def _run(
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.2)
-            noted, logged = internet.notes()[before:], records()
+            noted, logged = [note for note in internet.notes()[before:] if _of_batch(note, named)], records()
             frames = [frame for frame in (*gated.since(first[0]), *ungated.since(first[1])) if not only_ends(frame)]
             verdicts = Verdicts(named, answers, noted, frames, logged)
             if logged:
@@ -197,12 +197,20 @@ def _run(
     return verdicts
 
 
+def _of_batch(note: Mapping[str, Any], named: Mapping[str, str]) -> bool:
+    """Whether a note is of this batch. A server notes what it heard when a connection ends, which can be later."""
+    return "heard" not in note or any(mark in note["heard"] for mark in named.values())
+
+
 def only_ends(frame: Frame) -> bool:
     """Whether a frame only ends or confirms an existing TCP connection. Workers end idle ones of earlier requests."""
-    if frame.protocol != 6 or len(frame.data) < 20:
+    if frame.protocol != 6 or frame.data[12:14] != b"\x08\x00":
         return False
-    opens, payload = frame.data[13] & 2, frame.data[(frame.data[12] >> 4) * 4 :]
-    return not opens and _CLOSE_ALERT.fullmatch(payload) is not None
+    begin, end = 14 + (frame.data[14] & 15) * 4, 14 + int.from_bytes(frame.data[16:18])
+    segment = frame.data[begin:end]
+    if len(segment) < 20 or segment[13] & 2:  # SYN
+        return False
+    return _CLOSE_ALERT.fullmatch(segment[(segment[12] >> 4) * 4 :]) is not None
 
 
 def _wait_until_still(*wires: Capture) -> None:

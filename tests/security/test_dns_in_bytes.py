@@ -325,12 +325,20 @@ def test_of_mixed_answers_only_the_public_address_is_used(internet: Internet, st
     assert {"mixed", "flip", "foreign"} == {name.split()[0] for name in arrived}
 
 
-def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Internet, stack: Stack, victim: str) -> None:
-    """The name's first answer is public, its second is the metadata service. Both have a lifetime of zero."""
-    request = "GET /@@ HTTP/1.0\r\nHost: flip.bank.example\r\n\r\n"  # so that each request is dialled for
+def test_an_address_that_changes_to_an_inner_one_is_judged_again(internet: Internet, stack: Stack) -> None:
+    """Every other answer for the name is public, the others are the metadata service. All have a lifetime of zero.
+
+    Each request has a connection of its own: the sandbox is new, and servers end a connection of HTTP/1.0.
+    """
+    request = "GET /@@ HTTP/1.0\r\nHost: flip.bank.example\r\n\r\n"
     waits = (0.0, 5.5, 11.0)
     attacks = tuple(Attack(f"after {wait} s", (wait, request), None, ATTACKER, 80, options={}) for wait in waits)
-    verdicts = from_sandbox(attacks, internet, stack, victim)
+    sandbox = stack.create("runc", policy="hostile-names")
+    try:
+        verdicts = from_sandbox(attacks, internet, stack, str(sandbox.id))
+    finally:
+        sandbox.kill()
+        sandbox.close()
     questions = [question for question in _questions(verdicts) if b"\x04flip" in question]
 
     assert 2 <= len(questions)
