@@ -461,6 +461,18 @@ def test_a_match_beyond_the_bound_is_not_shown() -> None:
     assert "too many responses held a secret; try again later" == ports.records[-1][2]["reason"]
 
 
+def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> None:
+    """A rotation between two requests with the same head: the header of the first one is not used again."""
+    ports = Ports()
+    session = session_of(ports)
+    for number, secret in enumerate((SECRET, "another-value-of-it", SECRET)):
+        ports.secret = secret
+        verdict = ended(Exchange(session, f"q{number}").request(PARTS, DESTINATION, no_connection))
+        assert isinstance(verdict, Forward)
+        sent = [value for name, value in verdict.head.headers if name == PLAN.header.encode()]
+        assert [secret.encode()] == sent
+
+
 @pytest.mark.parametrize(("value", "kept"), [(SECRET.encode(), 0), (b"nothing of it", 1)])
 def test_no_copy_of_a_response_head_with_a_secret_is_kept(value: bytes, kept: int) -> None:
     response_head._facts_before.cache_clear()
