@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from audit import line
+from audit.line import Form
 from audit.records import Decision, Fields, RecordError, record
 from audit.shared_ring import MAX_RECORD, RingWriter
 from wire import NARROW, Client, RemoteError
@@ -129,6 +130,11 @@ class AuditClient:
         except (RemoteError, OSError) as error:  # OSError: ConnectionError and TimeoutError
             raise AuditUnavailable(f"{kind} was not recorded: {_why(error)}") from error
 
+    async def accept_form(self, form: Form, values: tuple[int | str, ...]) -> None:
+        """Have the record of `form` with `values` accepted into the log: see `accept`."""
+        if self._ring is None or (content := form.content(values)) is None or not self._ring.put(content):
+            await self.accept(form.kind, form.decision, **form.fields(values))
+
     async def _room(self, kind: str, content: bytes, ring: RingWriter) -> bool:
         """Put a record into a ring that had no room; False if the ring is closed.
 
@@ -155,6 +161,14 @@ class AuditClient:
             if content is not None and self._ring.put(content):
                 return
         self._queue(record(kind, decision, **fields), 1)
+
+    def note_form(self, form: Form, values: tuple[int | str, ...]) -> None:
+        """Queue the record of `form` with `values` as an outcome: see `note`."""
+        if self._ring is not None and not self._notes and not self._lost:
+            content = form.content(values)
+            if content is not None and self._ring.put(content):
+                return
+        self.note(form.kind, form.decision, **form.fields(values))
 
     def count(self, kind: str, decision: Decision | str, **fields: object) -> None:
         """Count one event. The first is noted at once, the others of each second in one note with their `count`.

@@ -82,6 +82,21 @@ class Allowance(Protocol):
         ...
 
 
+class RecordForm(Protocol):
+    """A record whose fields are fixed but for some, which are given at each use in the order of their names' tuple.
+
+    An integer is not negative. A text has letters, digits and hyphens.
+    """
+
+    async def accept(self, *values: int | str) -> None:
+        """See `Recorder.accept`."""
+        ...
+
+    def note(self, *values: int | str) -> None:
+        """See `Recorder.note`."""
+        ...
+
+
 class Recorder(Protocol):
     """The audit log of this sandbox."""
 
@@ -94,6 +109,10 @@ class Recorder(Protocol):
 
     def note(self, kind: str, decision: str, **fields: object) -> None:
         """Record an outcome without waiting; the record can be lost."""
+        ...
+
+    def form(self, kind: str, decision: str, varying: tuple[str, ...], **fields: object) -> RecordForm:
+        """Return a form of records with these fields, and with `varying` others. Repeated requests use it."""
         ...
 
 

@@ -34,7 +34,7 @@ from enum import Enum, auto
 from functools import lru_cache
 
 from gateway import pages
-from gateway.effects import Effects, Over, SecretRefused
+from gateway.effects import Effects, Over, RecordForm, SecretRefused
 from gateway.inject import inject
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
@@ -59,6 +59,30 @@ _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"conte
 
 type Reserve = Callable[[frozenset[InjectionPlan]], Route | None]
 """Reserves an existing connection for a request with these secrets; returns its route, None if there is none."""
+
+
+@dataclass(eq=False, slots=True)
+class _Repeated:
+    """What equal requests of a flow have in common while policy decides equally.
+
+    Attributes:
+        slots: names, in lower case, of the headers that secrets are sent in.
+        uses: a record for each secret.
+        head: the head to send, with what it was made of: the headers, and whether the response is searched.
+        outcome: the record of the end, with the status (-1 without one) and the connection that it is for.
+    """
+
+    parts: RequestParts
+    translated: Translated
+    decision: AllowRequest
+    route: Route | None
+    plans: frozenset[InjectionPlan]
+    secrets: frozenset[str]
+    slots: frozenset[bytes]
+    allow: RecordForm
+    uses: tuple[RecordForm, ...]
+    head: tuple[Headers, bool, ForwardHead] | None = None
+    outcome: tuple[int, Route | None, RecordForm] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +110,8 @@ class Session:
         """The last header of each binding."""
         self.injected: tuple[Headers, list[tuple[str, str]], Headers] = ((), [], ())
         """The last headers of a request, without and with secrets."""
+        self.repeated: _Repeated | None = None
+        """Of the last request that was allowed."""
         self.over = False
         """Whether the flow was aborted. Set by the engine, which may still finish what was under way."""
         self.where: dict[str, object] = {
@@ -158,6 +184,7 @@ class Exchange:
         self.request_id = request_id
         self.facts: RequestFacts | None = None
         """None while the request is not translated, or if its form was refused."""
+        self._repeated: _Repeated | None = None
         self.scrub = False
         """The server was asked for the whole document, without content coding."""
         self.begun = False
@@ -205,7 +232,9 @@ class Exchange:
         facts = session.facts
         if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
             raise RuntimeError("the engine would send this request to another destination than the flow's")
-        translated = _translated(parts, facts)
+        repeated = session.repeated
+        same = repeated is not None and repeated.parts is parts
+        translated = repeated.translated if repeated is not None and same else _translated(parts, facts)
         if isinstance(translated, Refused):
             session.refused(translated)
             return self._answer(parts, translated.status, pages.refusal(translated.status, translated.reason))
@@ -221,24 +250,30 @@ class Exchange:
             return await self._deny_over(parts, translated, over)
         admitted = effects.admission.begin()
         try:
-            self._route = reserve(frozenset(decision.injections))
-            permitted = await self._permit(parts, translated, decision, self._route)
+            if repeated is None or not same or repeated.decision is not decision:
+                repeated = self._begin(parts, translated, decision)
+            self._route = reserve(repeated.plans)
+            if self._route != repeated.route:
+                self._on(repeated, self._route)
+            self._repeated = repeated
+            permitted = await self._permit(repeated)
         finally:
             effects.admission.end(admitted)
         if isinstance(permitted, Answer):
             return permitted
         headers, injected = permitted
-        if self._decide(translated) != decision:
+        again = self._decide(translated)
+        if again is not decision and again != decision:
             # Policy changed during the waits for log and vault. The decision under the old policy is void.
             changed = Deny(decision.rule, "the policy changed while this request was waiting")
             return await self._deny(parts, translated, changed)
-        if not session.searched.covers(decision.injections):
+        if not session.searched.covers(repeated.secrets):
             raise RuntimeError("a secret would be sent that responses are not searched for")
         self._http2 = parts.version == HTTP2
         self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._head(parts, translated, headers), self.scrub, injected)
+        forward = Forward(self._head(repeated, headers), self.scrub, injected)
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
@@ -254,42 +289,74 @@ class Exchange:
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
 
-    async def _permit(
-        self, parts: RequestParts, translated: Translated, allowed: AllowRequest, route: Route | None
-    ) -> tuple[Headers, Injected] | Answer:
+    def _begin(self, parts: RequestParts, translated: Translated, allowed: AllowRequest) -> _Repeated:
+        """Prepare what this request has in common with equal ones."""
+        session, facts, form = self.session, translated.facts, self.session.effects.recorder.form
+        uses = tuple(
+            form(
+                "secret.use",
+                "allow",
+                (),
+                **self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
+            )
+            for plan in allowed.injections
+        )
+        session.repeated = _Repeated(
+            parts,
+            translated,
+            allowed,
+            None,
+            frozenset(allowed.injections),
+            frozenset(plan.secret for plan in allowed.injections),
+            frozenset(plan.slot.encode("ascii") for plan in allowed.injections),
+            self._allow(translated, allowed, None),
+            uses,
+        )
+        return session.repeated
+
+    def _on(self, repeated: _Repeated, route: Route | None) -> None:
+        """Have the record of equal requests name the connection that carries them."""
+        repeated.route = route
+        repeated.allow = self._allow(repeated.translated, repeated.decision, route)
+
+    def _allow(self, translated: Translated, allowed: AllowRequest, route: Route | None) -> RecordForm:
+        observed = allowed.observed
+        return self.session.effects.recorder.form(
+            "request",
+            "allow" if observed is None else "observe",
+            ("request_id",),
+            **self._fields(
+                translated.facts,
+                rule=allowed.rule,
+                observed=None if observed is None else observed.rule,
+                reason=None if observed is None else observed.reason,
+                websocket=translated.websocket or None,
+                injections=[plan.binding for plan in allowed.injections] or None,
+                **_routed(route),
+            ),
+        )
+
+    async def _permit(self, repeated: _Repeated) -> tuple[Headers, Injected] | Answer:
         """Return the headers to forward and their secrets, or the answer to a request that is not forwarded."""
         session, effects = self.session, self.session.effects
-        facts, observed = translated.facts, allowed.observed
+        parts, translated, allowed = repeated.parts, repeated.translated, repeated.decision
+        facts = translated.facts
         asked: str | None = None
         try:
-            await effects.recorder.accept(
-                "request",
-                "allow" if observed is None else "observe",
-                **self._fields(
-                    facts,
-                    request_id=self.request_id,
-                    rule=allowed.rule,
-                    observed=None if observed is None else observed.rule,
-                    reason=None if observed is None else observed.reason,
-                    websocket=translated.websocket or None,
-                    injections=[plan.binding for plan in allowed.injections] or None,
-                    **_routed(route),
-                ),
-            )
+            await repeated.allow.accept(self.request_id)
             rendered: list[tuple[str, str]] = []
             injected: list[tuple[InjectionPlan, Secret]] = []
             # Set before the first wait: a revocation during the wait then finds this flow.
-            session.used.update(plan.secret for plan in allowed.injections)
-            session.sensitive.update(plan.slot.encode("ascii") for plan in allowed.injections)
-            for plan in allowed.injections:
+            session.used.update(repeated.secrets)
+            session.sensitive.update(repeated.slots)
+            for plan, use in zip(allowed.injections, repeated.uses, strict=True):
                 asked = plan.secret
                 value = await effects.secrets.lease(plan, facts)
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
                 rendered.append(self._rendered(plan, value))
                 injected.append((plan, value))
-                used = self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
-                await effects.recorder.accept("secret.use", "allow", **used)
+                await use.accept()
             before, last, headers = session.injected
             if before is not translated.headers or last != rendered:
                 headers = inject(translated.headers, rendered)
@@ -321,7 +388,15 @@ class Exchange:
         prepared[plan.binding] = _Rendered(plan, value, header)
         return header
 
-    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
+    def _head(self, repeated: _Repeated, headers: Headers) -> ForwardHead:
+        parts, translated = repeated.parts, repeated.translated
+        if translated.websocket:
+            return self._made_head(parts, translated, headers)
+        if repeated.head is None or repeated.head[0] is not headers or repeated.head[1] is not self.scrub:
+            repeated.head = headers, self.scrub, self._made_head(parts, translated, headers)
+        return repeated.head[2]
+
+    def _made_head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
         fields = list(headers)
         if self.scrub:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
@@ -579,23 +654,26 @@ class Exchange:
         return fields
 
     def _outcome(self, status: int | None) -> None:
-        effects = self.session.effects
-        fields: dict[str, object] = {
+        repeated, number = self._repeated, -1 if status is None else status
+        if repeated is None:
+            raise RuntimeError("an outcome of a request that was not allowed")
+        if repeated.outcome is None or repeated.outcome[:2] != (number, self._route):
+            repeated.outcome = number, self._route, self._outcome_form(repeated.translated.facts, status)
+        duration = int((self.session.effects.clock() - self._started) * 1000)
+        repeated.outcome[2].note(self._bytes_down, self._bytes_up, duration, self.request_id)
+
+    def _outcome_form(self, facts: RequestFacts, status: int | None) -> RecordForm:
+        ended: dict[str, object] = {"error": "upstream or client failed"} if status is None else {"status": status}
+        return self.session.effects.recorder.form(
+            "request",
+            "info",
+            ("bytes_down", "bytes_up", "duration_ms", "request_id"),
             **self.session.where,
             **_routed(self._route),
-            "request_id": self.request_id,
-            "bytes_up": self._bytes_up,
-            "bytes_down": self._bytes_down,
-            "duration_ms": int((effects.clock() - self._started) * 1000),
-        }
-        if status is None:
-            fields["error"] = "upstream or client failed"
-        else:
-            fields["status"] = status
-        if self.facts is not None:
-            fields["method"] = self.facts.method
-            fields["path"] = self.facts.path[:MAX_RECORDED_PATH]
-        effects.recorder.note("request", "info", **fields)
+            **ended,
+            method=facts.method,
+            path=facts.path[:MAX_RECORDED_PATH],
+        )
 
 
 def _translated(parts: RequestParts, facts: FlowFacts) -> Translated | Refused:

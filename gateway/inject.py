@@ -10,6 +10,7 @@ Pure. The module does not decide, lease or store anything.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from gateway.tls.hello import TOKEN
 
@@ -24,8 +25,16 @@ FORBIDDEN_SLOTS = frozenset(
 
 def slot(name: str | bytes) -> str:
     """Return the slot of a header name: lower case, with `-` in place of `_`."""
+    return _known(name) if len(name) <= _MAX_KNOWN else _slot(name)
+
+
+def _slot(name: str | bytes) -> str:
     text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
     return text.lower().replace("_", "-")
+
+
+_MAX_KNOWN = 64
+_known = lru_cache(maxsize=256)(_slot)
 
 
 def inject(headers: Headers, rendered: Sequence[tuple[str, str]]) -> Headers:

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from audit.client import AuditClient
+from audit.line import Form
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
@@ -54,6 +55,7 @@ class PolicyDecider:
         self._state = state
         self._policy: CompiledPolicy | None = None
         self._kept: dict[RequestFacts, AllowRequest | Deny] = {}
+        self._last: tuple[RequestFacts, AllowRequest | Deny] | None = None
         self._secrets: dict[str, tuple[SecretAt, ...]] = {}
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
@@ -63,6 +65,8 @@ class PolicyDecider:
             return Deny("unconfigured", "no policy is active yet")
         if config.policy is not self._policy:
             self._begin(config.policy)
+        if self._last is not None and self._last[0] is facts:
+            return self._last[1]
         decision = self._kept.get(facts)
         if decision is None:
             decision = decide_request(config.policy, facts)
@@ -70,6 +74,7 @@ class PolicyDecider:
                 if len(self._kept) >= _KEPT:
                     self._kept.clear()
                 self._kept[facts] = decision
+        self._last = facts, decision
         return decision
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
@@ -88,7 +93,7 @@ class PolicyDecider:
 
     def _begin(self, policy: CompiledPolicy) -> None:
         """Forget what another policy said."""
-        self._policy, self._kept, self._secrets = policy, {}, {}
+        self._policy, self._kept, self._secrets, self._last = policy, {}, {}, None
 
 
 class AuditRecorder:
@@ -123,6 +128,46 @@ class AuditRecorder:
         policy = {} if decision == "info" else self._of_policy(fields.get("rule"))
         self._audit.note(kind, decision, **policy, **fields)
 
+    def form(self, kind: str, decision: str, varying: tuple[str, ...], **fields: Any) -> "PolicyForm":
+        """Return a form of records with these fields, and with `varying` others."""
+        return PolicyForm(self._audit, self._state, kind, decision, varying, fields)
+
+
+class PolicyForm:
+    """`gateway.effects.RecordForm` over the worker's audit channel. Records have the fields of the policy in force."""
+
+    def __init__(
+        self,
+        audit: AuditClient,
+        state: WorkerState,
+        kind: str,
+        decision: str,
+        varying: tuple[str, ...],
+        fields: dict[str, Any],
+    ) -> None:
+        self._audit = audit
+        self._state = state
+        self._of = (kind, decision, varying, fields)
+        self._config: GatewayConfig | None = None
+        self._form: Form | None = None
+
+    def _now(self) -> Form:
+        """Return the form under the configuration in force."""
+        config = self._state.config
+        if self._form is None or config is not self._config:
+            kind, decision, varying, fields = self._of
+            policy = {} if decision == "info" else of_policy(config, fields.get("rule"))
+            self._config, self._form = config, Form(kind, decision, varying, {**policy, **fields})
+        return self._form
+
+    async def accept(self, *values: int | str) -> None:
+        """See `AuditRecorder.accept`."""
+        await self._audit.accept_form(self._now(), values)
+
+    def note(self, *values: int | str) -> None:
+        """See `AuditRecorder.note`."""
+        self._audit.note_form(self._now(), values)
+
 
 class LeasedSecrets:
     """`gateway.effects.Secrets` over the worker's vault channel."""
@@ -142,6 +187,16 @@ class LeasedSecrets:
             VaultError: it was not released for another reason.
         """
         key = (plan.secret, facts.host, facts.port, facts.scheme)
+        held = self._leases.get(key)
+        if held is None or not self._state.vault.current(held):
+            held = await self._renewed(key, facts)
+        refusal = held.check(facts.method, facts.path)
+        if refusal is not None:
+            raise SecretRefused(refusal.reason)
+        return held.value
+
+    async def _renewed(self, key: _Key, facts: RequestFacts) -> Lease:
+        """Return the lease that another request got meanwhile, or ask for one."""
         async with self._locks.setdefault(key, asyncio.Lock()):
             vault = self._state.vault
             held = self._leases.get(key)
@@ -150,10 +205,7 @@ class LeasedSecrets:
                 held = await self._release(vault, *key, method=facts.method, path=facts.path)
                 self._leases[key] = held
                 self._absent.pop(key, None)
-            refusal = held.check(facts.method, facts.path)
-            if refusal is not None:
-                raise SecretRefused(refusal.reason)
-            return held.value
+            return held
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         """What is looked for in responses of the host of `use`.

@@ -49,6 +49,7 @@ _REWRITING = frozenset(
     | {b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-proto", b"x-forwarded-server"}
     | {b"x-forwarded-prefix", b"x-forwarded-uri", b"x-forwarded-method", b"x-host", b"x-real-ip"}
 )
+_MEANINGFUL = _SINGLE | _FRAMING | _HOP_BY_HOP | _REWRITING
 _NEVER = frozenset({b"CONNECT", b"TRACE", b"TRACK", b"PRI"})
 
 
@@ -179,7 +180,7 @@ def _check_limits(parts: RequestParts) -> Refused | None:
             return Refused("malformed header name")
         if _VALUE.fullmatch(value) is None or value != value.strip(b" \t"):
             return Refused("malformed header value")
-        if b"_" in lower and (plain := lower.replace(b"_", b"-")) in (_SINGLE | _FRAMING | _HOP_BY_HOP | _REWRITING):
+        if b"_" in lower and (plain := lower.replace(b"_", b"-")) in _MEANINGFUL:
             return Refused(f"header name can be taken for {plain.decode('ascii')}")
         if lower in _SINGLE and lower in seen:
             return Refused(f"more than one {lower.decode('ascii')} header")

@@ -52,6 +52,10 @@ def wire_host(raw: bytes) -> str:
     Raises:
         InvalidName: the text is not one clean name; IP literals are refused, too.
     """
+    return _wire_host_before(raw) if len(raw) <= MAX_HOST else _wire_host(raw)
+
+
+def _wire_host(raw: bytes) -> str:
     name = raw.translate(_LOWER)
     if name.endswith(b"."):
         name = name[:-1]
@@ -69,6 +73,9 @@ def wire_host(raw: bytes) -> str:
     if _DIGITS.issuperset(last) or (last.startswith("0x") and _HEX.issuperset(last[2:])):
         raise InvalidName(f"host name {_quote(raw)} ends in a number, so it is an address and not a name")
     return host
+
+
+_wire_host_before = lru_cache(maxsize=256)(_wire_host)
 
 
 def canonical_host(text: str) -> str:

@@ -21,6 +21,7 @@ from policy.names import HostPattern, is_local_name
 from policy.paths import PathPattern
 
 MAX_RULES = 4096
+_KNOWN_HOSTS = 256
 MAX_NAMES = 1024  # hosts, methods or paths of one rule
 ANY_PUBLIC = "any-public"
 FORBIDDEN_METHODS = frozenset({"CONNECT", "TRACE", "TRACK"})
@@ -207,6 +208,7 @@ class RuleList:
     ceiling: Ceiling | None = None
     _index: "HostIndex" = field(init=False, compare=False, repr=False)
     _owners: tuple[Rule, ...] = field(init=False, compare=False, repr=False)
+    _known: dict[str, tuple[Rule, ...]] = field(init=False, compare=False, repr=False)
     _networks: tuple[tuple[IPv4Network | IPv6Network, Rule], ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -224,13 +226,21 @@ class RuleList:
         pairs = [(pattern, rule) for rule in self.rules for pattern in rule.hosts]
         object.__setattr__(self, "_index", HostIndex(tuple(pattern for pattern, _ in pairs)))
         object.__setattr__(self, "_owners", tuple(rule for _, rule in pairs))
+        object.__setattr__(self, "_known", {})
         object.__setattr__(
             self, "_networks", tuple((ip_network(text), rule) for rule in self.rules for text in rule.addresses)
         )
 
     def of_host(self, host: str) -> tuple[Rule, ...]:
         """Return the rules of a host, each once, in the order of the list."""
-        return tuple({id(rule): rule for rule in map(self._owners.__getitem__, self._index.positions(host))}.values())
+        known = self._known.get(host)
+        if known is None:
+            found = map(self._owners.__getitem__, self._index.positions(host))
+            known = tuple({id(rule): rule for rule in found}.values())
+            if len(self._known) >= _KNOWN_HOSTS:
+                self._known.clear()
+            self._known[host] = known
+        return known
 
     def of_address(self, address: IPAddress) -> tuple[Rule, ...]:
         """Return the rules of an address in the order of the list."""

@@ -6,7 +6,7 @@ import time
 from runtimes.rings import RingFiles
 from testbed.rings import head, tail
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def is_open(ring: RingFiles) -> bool:

@@ -16,12 +16,12 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.engines.port import EngineLimits
 from gateway.tls.contexts import UpstreamContext
 from gateway.verdicts import Injected, Route
-from policy.facts import FlowFacts
+from policy.facts import Scheme
 from policy.injection import InjectionPlan
 from vault.secret import Secret
 
@@ -54,11 +54,12 @@ class Poolable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A destination, and the roots that its certificate is verified against."""
 
-    facts: FlowFacts
+    host: str
+    port: int
+    scheme: Scheme
     trust: UpstreamContext
 
 
@@ -82,6 +83,8 @@ class Pooled[C: Poolable]:
     carried: Carried = frozenset()
     owner: object | None = None
     used: bool = False
+    fit: tuple[Carried, frozenset[InjectionPlan]] = (frozenset(), frozenset())
+    """The plans of `carried`, and for which value of it."""
 
 
 type _Fit = tuple[Place, frozenset[InjectionPlan], object | None]
@@ -104,9 +107,10 @@ class Pool[C: Poolable]:
         self._key = secrets.token_bytes(32)
         self._last: tuple[Injected, Carried] = ((), frozenset())
         # Each of these has all idle connections, the one that was idle for longest first.
-        self._idle: dict[Pooled[C], asyncio.TimerHandle] = {}
+        self._idle: dict[Pooled[C], float] = {}
         self._fitting: dict[_Fit, dict[Pooled[C], None]] = {}
         self._places: dict[Place, dict[Pooled[C], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -140,15 +144,31 @@ class Pool[C: Poolable]:
 
     def keep(self, one: Pooled[C]) -> None:
         """Keep a connection after a complete exchange, or close it if it must not be used again."""
-        loop, limits = asyncio.get_running_loop(), self.limits
-        left = min(limits.connection_idle_seconds, one.expires - loop.time())
-        if one.revision != self.revision or left <= 0 or not one.connection.rest(partial(self._end, one)):
+        now = asyncio.get_running_loop().time()
+        ends = min(now + self.limits.connection_idle_seconds, one.expires)
+        if one.revision != self.revision or ends <= now or not one.connection.rest(partial(self._end, one)):
             _close(one.connection)
             return
-        self._idle[one] = loop.call_later(left, self._end, one)
+        self._idle[one] = ends
         self._fitting.setdefault(_fit(one), {})[one] = None
         self._places.setdefault(one.place, {})[one] = None
         self._limit(one.place)
+        if self._timer is None or ends < self._timer.when():
+            self._wake_at(ends)
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when, self._end_old)
+
+    def _end_old(self) -> None:
+        """End the connections that were idle for the longest time, or are too old."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for one in [one for one, ends in self._idle.items() if ends <= now]:
+            self._end(one)
+        if self._idle:
+            self._wake_at(min(self._idle.values()))
 
     def trim(self) -> None:
         """End the connections above the limits: a flow has ended."""
@@ -178,7 +198,7 @@ class Pool[C: Poolable]:
             self._end(next(iter(self._idle)))
 
     def _remove(self, one: Pooled[C]) -> None:
-        self._idle.pop(one).cancel()
+        del self._idle[one]
         _drop(self._fitting, _fit(one), one)
         _drop(self._places, one.place, one)
 
@@ -197,7 +217,9 @@ class Pool[C: Poolable]:
 
 
 def _fit(one: Pooled[Any]) -> _Fit:
-    return one.place, frozenset(plan for plan, _ in one.carried), one.owner
+    if one.fit[0] is not one.carried:
+        one.fit = one.carried, frozenset(plan for plan, _ in one.carried)
+    return one.place, one.fit[1], one.owner
 
 
 def _drop[Key](index: dict[Key, dict[Pooled[Any], None]], key: Key, one: Pooled[Any]) -> None:

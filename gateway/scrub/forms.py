@@ -215,7 +215,7 @@ class Patterns:
     """The forms of the values to search for. Its repr shows no value."""
 
     __slots__ = (
-        *("_ascii", "_clean", "_escape", "_first", "_forms", "_head", "_introducer", "_plain", "_signs"),
+        *("_ascii", "_begins", "_clean", "_escape", "_first", "_forms", "_head", "_introducer", "_plain", "_signs"),
         "longest",
     )
 
@@ -237,6 +237,7 @@ class Patterns:
             self.longest = max(self.longest, MAX_ESCAPE * len(raw))
         self._forms = tuple(forms)
         self._plain = tuple((form, plain) for form in forms for plain in form.plain)
+        self._begins = tuple((plain[:MIN_PARTIAL], plain) for _, plain in self._plain)
         self._clean: set[Headers] = set()
         self._ascii = all(character.isascii() for character in characters)
         self._first: dict[int, list[_Form]] = {}
@@ -338,8 +339,9 @@ class Patterns:
         text = view.text
         first = max(0, len(text) - self.longest)
         start = len(text)
-        for _, plain in self._plain:
-            if text.find(plain[:MIN_PARTIAL], max(0, len(text) - len(plain) + 1)) >= 0:
+        tail = text[first:]
+        for begin, plain in self._begins:
+            if begin in tail:
                 start = min(start, _prefix(text, plain))
         if _MAY_ESCAPE.search(text, first) is not None:
             head = self._heads()

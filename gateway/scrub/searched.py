@@ -9,7 +9,7 @@
 """
 
 import base64
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from gateway.effects import Effects, SecretRefused
 from gateway.scrub.forms import Patterns
@@ -69,6 +69,8 @@ class SearchedSecrets:
         self._known = known
         self._considered: set[SecretAt] = set()
         self._uses: set[SecretAt] = set()
+        self._covered: set[str] = set()
+        self._learned: tuple[SecretAt, ...] | None = None
         self._texts: frozenset[str] = frozenset()
         self.patterns: Patterns | None = None
         """None while there is no value to search for."""
@@ -83,9 +85,9 @@ class SearchedSecrets:
         """Whether every secret that the policy in force permits at the host is searched for."""
         return self._considered.issuperset(self._decider.secrets_to(self._host))
 
-    def covers(self, plans: Iterable[InjectionPlan]) -> bool:
-        """Whether the secrets of these plans are searched for."""
-        return {plan.secret for plan in plans} <= {use.plan.secret for use in self._uses}
+    def covers(self, secrets: frozenset[str]) -> bool:
+        """Whether the secrets with these names are searched for."""
+        return secrets <= self._covered
 
     async def learn(self) -> None:
         """Search from now on for every secret that the policy in force permits at the host.
@@ -93,7 +95,11 @@ class SearchedSecrets:
         Raises:
             Exception: the value of a secret is not available.
         """
-        for use in self._decider.secrets_to(self._host):
+        uses = self._decider.secrets_to(self._host)
+        if uses is self._learned:
+            return
+        skipped = False
+        for use in uses:
             if use in self._uses:
                 continue
             self._considered.add(use)
@@ -101,12 +107,15 @@ class SearchedSecrets:
             try:
                 values = await self._secrets.searched(use)
             except SecretRefused:
+                skipped = True
                 continue
             texts = {text for value in values for text in texts_of(use.plan, value)}
             self._uses.add(use)
+            self._covered.add(use.plan.secret)
             if not texts <= self._texts:
                 self._texts |= texts
                 self.patterns = self._known.of(self._texts)
+        self._learned = None if skipped else uses
 
     def refusal(self) -> str | None:
         """Return why requests to the host are refused now, None if they are not."""

@@ -9,7 +9,7 @@ from audit.kinds import DESCRIBED, FIELDS, undescribed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vault", "gateway", "lifecycle", "runtimes", "audit")
-WRITERS = {"accept", "note", "count", "record", "_record", "_note", "_accept"}
+WRITERS = {"form", "accept", "note", "count", "record", "_record", "_note", "_accept"}
 type Functions = dict[str, list[ast.AST]]
 
 
@@ -46,6 +46,7 @@ def _fields(call: ast.Call, function: ast.AST, known: Functions) -> Iterator[str
 
     Such a dict is a variable of the function, or the result of a function that it calls.
     """
+    yield from _varying(call)
     for keyword in call.keywords:
         if keyword.arg is not None:
             yield keyword.arg
@@ -57,6 +58,13 @@ def _fields(call: ast.Call, function: ast.AST, known: Functions) -> Iterator[str
                 case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
                     for called in known.get(name, []) if name != "to_json" else []:
                         yield from _keys(called)
+
+
+def _varying(call: ast.Call) -> Iterator[str]:
+    """Yield the fields that each use of a form gives."""
+    match call:
+        case ast.Call(func=ast.Attribute(attr="form"), args=[_, _, ast.Tuple(elts=names), *_]):
+            yield from (name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str))
 
 
 def _assigned(name: str, function: ast.AST, known: Functions) -> Iterator[str]:
@@ -104,6 +112,7 @@ def test_each_field_that_is_described_is_written() -> None:
 def _named(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Call):
         yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+        yield from _varying(node)
     elif isinstance(node, ast.Dict):
         yield from _keys(node)
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):

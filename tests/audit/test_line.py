@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from audit.chain import ZERO, ChainHead, parse_line, seal
 from audit.client import encoded
-from audit.line import read, sealed
+from audit.line import Form, content, read, sealed
 from audit.producers import GATEWAY, KINDS
 from audit.records import BOOLEANS, INTEGERS, LISTS, MAX_INTEGER, TEXTS, bounded, escaped, record
 
@@ -98,3 +98,37 @@ def test_what_is_no_record_takes_the_general_way(content: bytes) -> None:
 
 def test_a_text_with_a_lone_surrogate_is_put_into_the_ring_too() -> None:
     assert {"host": "\ud800"} == json.loads(encoded({"host": "\ud800"}))
+
+
+VARYING = ("bytes_down", "duration_ms", "request_id")
+HOSTILE = ['","bytes_down":7,"', '"request_id":"7"', "%s%d%%", "7", "\x85", "\u2028", 'a"bytes_down":7']
+varying = st.tuples(
+    st.integers(-1, MAX_INTEGER + 1),
+    st.integers(0, 9),
+    st.one_of(st.from_regex(r"[0-9a-f-]{1,64}", fullmatch=True), st.text(max_size=70), st.sampled_from(HOSTILE)),
+)
+
+
+@given(fields, st.lists(varying, min_size=1, max_size=4), st.sampled_from(HOSTILE))
+def test_a_form_gives_the_record_of_its_fields(
+    given_: dict[str, Any], uses: list[tuple[int, int, str]], hostile: str
+) -> None:
+    fixed = {name: value for name, value in given_.items() if name not in VARYING} | {"host": hostile, "path": hostile}
+    form = Form("request", "info", VARYING, fixed)
+    for values in uses:
+        made = form.content(values)
+        whole = fixed | dict(zip(VARYING, values, strict=True))
+        assert whole == form.fields(values)
+        assert made is None or made == content("request", "info", whole)
+
+
+def test_each_use_of_a_plain_form_takes_the_fast_way() -> None:
+    form = Form("request", "info", VARYING, {"path": "/v1/%20", "error": None, "status": 200})
+    for number in range(3):
+        made = form.content((number, 7, f"f1-{number}"))
+        assert made is not None
+        assert {"kind": "request", "decision": "info", "path": "/v1/%20", "status": 200} | {
+            "bytes_down": number,
+            "duration_ms": 7,
+            "request_id": f"f1-{number}",
+        } == json.loads(made)

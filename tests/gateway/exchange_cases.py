@@ -18,6 +18,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.rules import Endpoint
+from tests.gateway.record_forms import PlainForms
 from vault.secret import Secret
 
 HOST = "good.test"
@@ -45,7 +46,7 @@ type Fields = tuple[tuple[bytes, bytes], ...]
 
 
 @dataclass
-class Ports:
+class Ports(PlainForms):
     """Policy, budget, vault and log of one flow. They record the order of their calls."""
 
     decision: object = ALLOWED

@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway import response_head
 from gateway.admission import Admission
@@ -15,7 +17,7 @@ from gateway.scrub.searched import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns
 from gateway.scrub.stream import Withheld
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
-from policy.decision import Deny
+from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, Scheme
 from policy.injection import InjectionPlan
 from tests.gateway.exchange_cases import (
@@ -471,6 +473,62 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
         assert isinstance(verdict, Forward)
         sent = [value for name, value in verdict.head.headers if name == PLAN.header.encode()]
         assert [secret.encode()] == sent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request of a flow, and what is in force then."""
+
+    parts: RequestParts
+    decision: AllowRequest | Deny
+    secret: str
+    route: Route | None
+    status: int | None
+
+
+STEPS_OF_A_FLOW = st.builds(
+    Step,
+    st.sampled_from((PARTS, replace(PARTS, headers=PARTS.headers), replace(PARTS, target=b"/v2?q=1"))),
+    st.sampled_from((ALLOWED, AllowRequest("r", (PLAN,)), AllowRequest("other", (PLAN,)), OPEN, Deny("no", "closed"))),
+    st.sampled_from((SECRET, "another-value-of-it")),
+    st.sampled_from((None, ROUTE, Route("198.51.100.8", HOST))),
+    st.sampled_from((200, 404, None)),
+)
+
+
+def _carried_out(session: Session, ports: Ports, step: Step, name: str) -> tuple[Answer | Forward, list[Record]]:
+    ports.decision, ports.secret, before = step.decision, step.secret, len(ports.records)
+    exchange = Exchange(session, name)
+    verdict = ended(exchange.request(step.parts, DESTINATION, lambda _plans: step.route))
+    if isinstance(verdict, Forward):
+        ended(exchange.connection(step.route or ROUTE))
+        exchange.request_sent()
+        if step.status is None:
+            exchange.failed()
+        else:
+            ended(exchange.response(ResponseHead(step.status, False, ())))
+            exchange.response_end()
+            exchange.finish()
+    return verdict, ports.records[before:]
+
+
+@given(st.lists(STEPS_OF_A_FLOW, min_size=1, max_size=8))
+def test_a_request_fares_as_if_it_were_the_first_of_its_flow(steps: list[Step]) -> None:
+    """What equal requests have in common is prepared once, and nothing of it is used for another request."""
+    ports = Ports()
+    session = session_of(ports)
+    for number, step in enumerate(steps):
+        verdict, records = _carried_out(session, ports, step, f"q{number}")
+        alone = Ports()
+        expected, expected_records = _carried_out(session_of(alone), alone, step, f"q{number}")
+        assert (replaced_secrets(expected), expected_records) == (replaced_secrets(verdict), records)
+
+
+def replaced_secrets(verdict: Answer | Forward) -> object:
+    """Return a verdict with the texts of its secrets, which are compared by identity otherwise."""
+    if isinstance(verdict, Answer):
+        return verdict
+    return verdict.head, verdict.scrub, [(plan, value.reveal()) for plan, value in verdict.injected]
 
 
 @pytest.mark.parametrize(("value", "kept"), [(SECRET.encode(), 0), (b"nothing of it", 1)])

@@ -11,24 +11,25 @@ from gateway.engines.http1.framing import (
     MAX_INFORMATIONAL,
     MAX_RESPONSE_HEAD,
     ChunkedBody,
+    ClientRequest,
     FramingError,
+    HeadWriter,
     Response,
     SizedBody,
     binds_connection,
-    body_of,
     check_framing,
-    closes,
+    read_request,
     request_head,
     response_head,
 )
-from gateway.tls.hello import RequestHead, read_head
+from gateway.verdicts import ForwardHead
 
 REST = b"GET /next HTTP/1.1\r\n"
 
 
-def head(raw: bytes) -> RequestHead:
-    found = read_head(raw)
-    assert isinstance(found, RequestHead)
+def head(raw: bytes) -> ClientRequest:
+    found = read_request(raw)
+    assert isinstance(found, ClientRequest)
     return found
 
 
@@ -104,9 +105,9 @@ def test_a_sized_body_takes_its_length_and_no_more(length: int) -> None:
 def test_the_body_is_the_one_of_the_head() -> None:
     chunked = head(b"POST / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n")
     sized = head(b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 3\r\n\r\n")
-    assert isinstance(body_of(chunked), ChunkedBody)
-    assert b"abc" == body_of(sized).take(bytearray(b"abcdef"))
-    assert body_of(head(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n")).done
+    assert isinstance(chunked.body(), ChunkedBody)
+    assert b"abc" == sized.body().take(bytearray(b"abcdef"))
+    assert head(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n").body().done
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_the_body_is_the_one_of_the_head() -> None:
 )
 def test_whether_a_client_wants_its_connection_closed(version: bytes, connection: bytes, expected: bool) -> None:
     raw = b"GET / HTTP/%s\r\nHost: a.test\r\nConnection: %s\r\n\r\n" % (version, connection)
-    assert expected == closes(head(raw))
+    assert expected == head(raw).closes
 
 
 # Heads that are written.
@@ -139,6 +140,19 @@ def test_a_request_with_two_framings_is_not_written(other: tuple[bytes, bytes]) 
     check_framing((other,))
     with pytest.raises(FramingError):
         request_head(b"POST", b"/", 1, ((b"Content-Length", b"1"), other))
+
+
+def test_a_repeated_head_is_written_once() -> None:
+    writer, head_ = HeadWriter(), ForwardHead(b"/x", b"", ((b"Host", b"a.test"),))
+    sent = writer.write(b"GET", 1, head_)
+    assert sent is writer.write(b"GET", 1, head_)
+    assert (b"GET /x HTTP/1.1\r\nHost: a.test\r\n\r\n", False, False) == (sent.data, sent.expects, sent.binds)
+    assert sent.data.replace(b"GET", b"PUT") == writer.write(b"PUT", 1, head_).data
+    assert sent.data.replace(b"1.1", b"1.0") == writer.write(b"GET", 0, head_).data
+    other = ForwardHead(b"/x", b"", ((b"Host", b"a.test"), (b"Expect", b"100-continue"), (b"Authorization", b"NTLM x")))
+    sent = writer.write(b"GET", 1, other)
+    assert (True, True) == (sent.expects, sent.binds) and b"xpect" not in sent.data
+    assert "NTLM" not in repr(sent)
 
 
 # Responses.

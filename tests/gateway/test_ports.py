@@ -28,6 +28,7 @@ from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
+from tests.gateway.record_forms import PlainForms
 from tests.gateway.states import Bound, in_force
 from vault.client import ReleaseRefusedError, VaultClient, VaultUnavailableError
 from vault.secret import Secret
@@ -279,7 +280,7 @@ async def test_what_is_not_known_is_no_absence(far: Far, secrets: LeasedSecrets)
     assert 2 == len(far.asked)
 
 
-class Recorded:
+class Recorded(PlainForms):
     """A log that stores its records, or does not accept them."""
 
     def __init__(self, *, failing: bool = False) -> None:
@@ -454,7 +455,7 @@ async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcom
 
     async def keep(_channel: wire.Client, request: Record | Records, _fds: list[int]) -> Accepted:
         recorded.extend((request.entry,) if isinstance(request, Record) else request.entries)
-        if len(recorded) == 4:
+        if len(recorded) == 7:
             all_noted.set()
         return Accepted(len(recorded))
 
@@ -468,8 +469,12 @@ async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcom
     assert 1 == len(recorded)
     recorder.note("request", "deny", rule="always-deny:1")
     recorder.note("request", "info", rule="r")
+    form = recorder.form("request", "allow", ("request_id",), rule="always-deny:1", error=None)
+    form.note("f1-1")
+    form.note("f1-2")
     state.config = None
     recorder.note("request", "deny", rule="r")
+    form.note("f1-3")
     async with asyncio.timeout(10):
         await all_noted.wait()
     await audit.close()
@@ -480,7 +485,10 @@ async def test_a_decision_is_recorded_with_the_policy_that_made_it_and_an_outcom
         ("request", "deny", {"rule": "always-deny:1", "entry": "evil.test"} | by_policy),
         ("request", "deny", {"rule": "always-deny:1", "entry": "evil.test"} | by_policy),
         ("request", "info", {"rule": "r"}),
+        ("request", "allow", {"rule": "always-deny:1", "entry": "evil.test", "request_id": "f1-1"} | by_policy),
+        ("request", "allow", {"rule": "always-deny:1", "entry": "evil.test", "request_id": "f1-2"} | by_policy),
         ("request", "deny", {"rule": "r"}),
+        ("request", "allow", {"rule": "always-deny:1", "request_id": "f1-3"}),
     ] == [(entry.kind, entry.decision, dict(entry.fields)) for entry in recorded]
 
 

@@ -144,6 +144,10 @@ HOST = "good.test"
 FIRST, SECOND = use("first"), use("second")
 
 
+def names(*uses: SecretAt) -> frozenset[str]:
+    return frozenset(one.plan.secret for one in uses)
+
+
 def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> SearchedSecrets:
     effects = Effects(
         decider=vault,
@@ -167,7 +171,7 @@ async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_fo
     for text in (b"value-of-today", b"value-of-yesterday", b"another-value"):
         assert searched.patterns.spans(text)
     assert (["first", "second"], {"first", "second"}) == (vault.asked, searched.names)
-    assert searched.covers([FIRST.plan, SECOND.plan]) and not searched.covers([use("third").plan])
+    assert searched.covers(names(FIRST, SECOND)) and not searched.covers(names(use("third")))
 
     vault.uses = ()  # it can still come back
     await searched.learn()
@@ -179,10 +183,10 @@ async def test_a_secret_that_the_sandbox_does_not_have_is_passed_over_and_covers
     searched = looking(vault)
     await searched.learn()
     assert searched.patterns is not None and searched.patterns.spans(b"another-value")
-    assert searched.complete() and searched.covers([SECOND.plan]) and not searched.covers([FIRST.plan])
+    assert searched.complete() and searched.covers(names(SECOND)) and not searched.covers(names(FIRST))
     vault.values["first"] = ("it-is-there-now",)
     await searched.learn()
-    assert searched.patterns.spans(b"it-is-there-now") and searched.covers([FIRST.plan])
+    assert searched.patterns.spans(b"it-is-there-now") and searched.covers(names(FIRST))
 
 
 async def test_a_secret_that_is_not_known_is_an_error_and_its_flow_is_within_reach() -> None:
@@ -193,7 +197,7 @@ async def test_a_secret_that_is_not_known_is_an_error_and_its_flow_is_within_rea
     with pytest.raises(ConnectionError):
         await searched.learn()
     assert [{"first"}] == found
-    assert not searched.covers([FIRST.plan])
+    assert not searched.covers(names(FIRST))
 
 
 async def test_what_is_looked_for_once_is_bounded_also_when_policy_binds_it_no_more() -> None:

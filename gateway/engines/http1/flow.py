@@ -9,23 +9,21 @@
 
 import asyncio
 from contextlib import AbstractContextManager
-from functools import lru_cache
 
 from gateway import pages
 from gateway.engines.engine import Shared
 from gateway.engines.http1.buffered import BufferedConnection
+from gateway.engines.http1.framing import ClientRequest, HeadWriter, read_request
 from gateway.engines.http1.servers import BUFFER, Servers
 from gateway.engines.http1.transaction import Transaction
 from gateway.engines.port import InspectedFlow
 from gateway.exchange import Exchange, Session
-from gateway.tls.hello import HeadVerdict, NeedMore, Refused, RequestHead, read_head
+from gateway.tls.hello import NeedMore, Refused
 from gateway.verdicts import Origin
 from policy.facts import FlowFacts, Scheme
 from wire.patience import Countdown
 
 ENGINE = "http1"
-_KEPT_HEADS = 128
-_MAX_KEPT_HEAD = 4096
 
 
 class Http1Flow:
@@ -46,6 +44,7 @@ class Http1Flow:
         self._limits = shared.limits
         self._client: BufferedConnection | None = None
         self._servers = Servers(flow, shared, self.session, ENGINE, self._moved, self._waiting)
+        self._heads = HeadWriter()
         self._task: asyncio.Task[None] | None = None
         self._requests = 0
         self._loop = asyncio.get_running_loop()
@@ -170,18 +169,19 @@ class Http1Flow:
             return False
         self._requests += 1
         exchange = Exchange(self.session, f"{self._flow.flow_id}-{self._requests}")
-        return await Transaction(client, self._servers, exchange, head, self._limits, self._waiting).run()
+        transaction = Transaction(client, self._servers, exchange, head, self._heads, self._limits, self._waiting)
+        return await transaction.run()
 
-    async def _read_head(self, client: BufferedConnection) -> RequestHead | Refused | None:
+    async def _read_head(self, client: BufferedConnection) -> ClientRequest | Refused | None:
         """Read one request head; None if the client has ended the connection."""
         deadline: Countdown | None = None
         try:
             while True:
                 if client.data:
-                    head = _head(bytes(client.data))
+                    head = read_request(bytes(client.data))
                     if not isinstance(head, NeedMore):
-                        if isinstance(head, RequestHead):
-                            del client.data[: head.length]
+                        if isinstance(head, ClientRequest):
+                            del client.data[: head.size]
                         return head
                     deadline = deadline or Countdown(self._limits.handshake_seconds, self._end_head)
                 if not await client.fill():
@@ -206,13 +206,3 @@ class _Pause(AbstractContextManager[None]):
     def __exit__(self, *_error: object) -> None:
         self._flow._waits -= 1
         self._flow._active_at = self._flow._loop.time()
-
-
-def _head(data: bytes) -> HeadVerdict:
-    """Return `read_head`'s verdict. Those on small heads are kept, since clients repeat them."""
-    return _head_before(data) if len(data) <= _MAX_KEPT_HEAD else read_head(data)
-
-
-@lru_cache(maxsize=_KEPT_HEADS)
-def _head_before(data: bytes) -> HeadVerdict:
-    return read_head(data)

@@ -7,16 +7,21 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import httptools
 
-from gateway.tls.hello import RequestHead
-from gateway.translate import Headers
+from gateway.tls.hello import NeedMore, Refused, RequestHead, read_head
+from gateway.translate import Headers, RequestParts
+from gateway.verdicts import ForwardHead
 
 MAX_RESPONSE_HEAD = 128 * 1024
 MAX_INFORMATIONAL = 16
 _MAX_CHUNK_LINE = 256
+_KEPT_HEADS = 128
+_MAX_KEPT_HEAD = 4096
 _TOO_LARGE = "the response head is over the limit"
 _MAX_TRAILERS = 16 * 1024
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
@@ -128,20 +133,59 @@ def _line(data: bytearray) -> bytes | None:
     return line
 
 
-def body_of(head: RequestHead) -> Body:
-    """Return the body of a request whose framing `translate` has accepted."""
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request head that was read from a client.
+
+    Attributes:
+        size: the bytes of the head.
+        length: the bytes of its body, None for a chunked one. Valid if `translate` accepts its framing.
+        closes: the client asks for the end of the connection after the response.
+    """
+
+    parts: RequestParts
+    size: int
+    length: int | None
+    closes: bool
+
+    @property
+    def minor_version(self) -> int:
+        """The minor version of HTTP/1."""
+        return self.parts.version - 10
+
+    def body(self) -> Body:
+        """Return its body, of which nothing is taken."""
+        return ChunkedBody() if self.length is None else SizedBody(self.length)
+
+
+def read_request(data: bytes) -> ClientRequest | NeedMore | Refused:
+    """Read a request head from the start of `data`: see `read_head`. Small ones are kept, since clients repeat them."""
+    return _read_before(data) if len(data) <= _MAX_KEPT_HEAD else _read(data)
+
+
+def _read(data: bytes) -> ClientRequest | NeedMore | Refused:
+    head = read_head(data)
+    if not isinstance(head, RequestHead):
+        return head
+    parts = RequestParts(10 + head.minor_version, head.method, head.target, b"", b"", head.headers)
+    return ClientRequest(parts, head.length, _length(head), _closes(head))
+
+
+_read_before = lru_cache(maxsize=_KEPT_HEADS)(_read)
+
+
+def _length(head: RequestHead) -> int | None:
     length = 0
     for name, value in head.headers:
         lower = name.lower()
         if lower == b"transfer-encoding":
-            return ChunkedBody()
+            return None
         if lower == b"content-length" and value.isdigit():
             length = int(value)
-    return SizedBody(length)
+    return length
 
 
-def closes(head: RequestHead) -> bool:
-    """Whether the client asks for the end of the connection after the response."""
+def _closes(head: RequestHead) -> bool:
     options = {
         part.strip(b" \t").lower()
         for name, value in head.headers
@@ -149,6 +193,43 @@ def closes(head: RequestHead) -> bool:
         for part in value.split(b",")
     }
     return b"close" in options or (head.minor_version == 0 and b"keep-alive" not in options)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request head as it is sent.
+
+    Attributes:
+        data: its bytes.
+        expects: the client waits for `100 Continue`. The server is not asked for it.
+        binds: see `binds_connection`.
+    """
+
+    data: bytes = field(repr=False)
+    expects: bool
+    binds: bool
+
+
+class HeadWriter:
+    """Writes the request heads of one flow. Keeps the last one, since clients repeat them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[ForwardHead, bytes, int, Sent] | None = None
+
+    def write(self, method: bytes, minor_version: int, head: ForwardHead) -> Sent:
+        """Return a request head.
+
+        Raises:
+            FramingError: see `check_framing`.
+        """
+        last = self._last
+        if last is not None and last[0] is head and last[1] == method and last[2] == minor_version:
+            return last[3]
+        fields = tuple(field for field in head.headers if field[0].lower() != b"expect")
+        data = request_head(method, head.target, minor_version, fields)
+        sent = Sent(data, len(fields) < len(head.headers), binds_connection(fields))
+        self._last = head, method, minor_version, sent
+        return sent
 
 
 def binds_connection(headers: Iterable[tuple[bytes, bytes]]) -> bool:

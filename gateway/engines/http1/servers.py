@@ -14,7 +14,7 @@ from gateway.engines.port import InspectedFlow, describe
 from gateway.exchange import Session
 from gateway.tls.contexts import peer_name
 from gateway.verdicts import Injected, Route
-from policy.facts import FlowFacts, Scheme
+from policy.facts import Scheme
 from policy.injection import InjectionPlan
 from wire.patience import Countdown, Patience
 
@@ -48,7 +48,7 @@ class Servers:
         self._moved = moved
         self._waiting = waiting
         self._pool: Pool[BufferedConnection] = shared.pool
-        self._place = Place(FlowFacts(flow.host, flow.port, flow.scheme), shared.upstream)
+        self._place = Place(flow.host, flow.port, flow.scheme, shared.upstream)
         self._current: ServerConnection | None = None
         self.connections: list[BufferedConnection] = []
         """All connections that can hold unsent bytes. Idle ones are not among them."""
@@ -118,7 +118,8 @@ class Servers:
 
     def _usable(self, server: ServerConnection, carried: Carried) -> bool:
         silent = not (server.connection.at_end or server.connection.data)
-        return silent and server.carried == carried and server.revision == self._pool.revision
+        same = server.carried is carried or server.carried == carried
+        return silent and same and server.revision == self._pool.revision
 
     def _enter(self, connection: BufferedConnection) -> None:
         self.connections = [one for one in self.connections if not one.is_closed]

@@ -20,18 +20,17 @@ from contextlib import AbstractContextManager
 from gateway import pages
 from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.http1.framing import (
+    ClientRequest,
     FramingError,
+    HeadWriter,
     Response,
+    Sent,
     binds_connection,
-    body_of,
-    closes,
-    request_head,
     response_head,
 )
 from gateway.engines.http1.servers import ServerConnection, ServerFailed, Servers
 from gateway.engines.port import EngineLimits
 from gateway.exchange import Exchange
-from gateway.tls.hello import RequestHead
 from gateway.translate import RequestParts
 from gateway.verdicts import Answer, Forward, Relay, ResponseHead
 
@@ -64,18 +63,20 @@ class Transaction:
         client: BufferedConnection,
         servers: Servers,
         exchange: Exchange,
-        head: RequestHead,
+        request: ClientRequest,
+        heads: HeadWriter,
         limits: EngineLimits,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._client = client
         self._servers = servers
         self._exchange = exchange
-        self._head = head
+        self._request = request
+        self._heads = heads
         self._limits = limits
         self._waiting = waiting
-        self._body = body_of(head)
-        self._response = Response(bodiless=head.method == b"HEAD")
+        self._body = request.body()
+        self._response = Response(bodiless=request.parts.method == b"HEAD")
         self._pieces: list[bytes] = []
         self._upload: asyncio.Task[None] | None = None
         self._settled = False
@@ -97,10 +98,10 @@ class Transaction:
             self._exchange.session.finished(self._exchange.request_id)
 
     async def _serve(self) -> bool:
-        head, facts = self._head, self._exchange.session.facts
-        parts = RequestParts(10 + head.minor_version, head.method, head.target, b"", b"", head.headers)
+        facts = self._exchange.session.facts
         with self._waiting():
-            verdict = await self.judge(parts, (facts.host, facts.port, facts.scheme.value.encode("ascii")))
+            destination = (facts.host, facts.port, facts.scheme.value.encode("ascii"))
+            verdict = await self.judge(self._request.parts, destination)
         if isinstance(verdict, Forward):
             return await self._forward(verdict)
         self._servers.keep()
@@ -108,7 +109,7 @@ class Transaction:
             self._client.write(pages.http1(verdict.status, (list(verdict.headers), verdict.body)))
             return False
         self._send(verdict)
-        return await self._discard() and not closes(head)
+        return await self._discard() and not self._request.closes
 
     async def judge(self, parts: RequestParts, destination: tuple[str, int, bytes]) -> Answer | Forward:
         """Return the verdict on the request. An exception ends the flow."""
@@ -127,11 +128,10 @@ class Transaction:
 
     async def _forward(self, forward: Forward) -> bool:
         self.check()
-        fields = forward.head.headers
-        if any(name.lower() == b"expect" for name, _ in fields):
-            fields = tuple(field for field in fields if field[0].lower() != b"expect")
+        request = self._request
+        sent = self._heads.write(request.parts.method, request.minor_version, forward.head)
+        if sent.expects:
             self._client.write(_CONTINUE)
-        sent = request_head(self._head.method, forward.head.target, self._head.minor_version, fields)
         try:
             server = await self._exchanged(sent, forward)
             return await self._relay(server)
@@ -143,18 +143,18 @@ class Transaction:
             await self._discard()
             return False
 
-    async def _exchanged(self, sent: bytes, forward: Forward) -> ServerConnection:
+    async def _exchanged(self, sent: Sent, forward: Forward) -> ServerConnection:
         """Send the request and read the head of its response; return the server that gave it."""
-        again = self._body.done and self._head.method in _REPEATABLE
+        again = self._body.done and self._request.parts.method in _REPEATABLE
         while True:
             server = await self._servers.get(forward.injected)
             with self._waiting():
                 await self._exchange.connection(server.route)
-            if binds_connection(forward.head.headers):
+            if sent.binds:
                 self._servers.bind()
             reused, server.used = server.used, True
             try:
-                await self._begin(server, sent)
+                await self._begin(server, sent.data)
             except _ClientGone:
                 raise
             except (OSError, FramingError) as error:
@@ -249,7 +249,7 @@ class Transaction:
         else:
             self._servers.keep()
         whole = self._body.done or await self._discard()
-        return whole and framed and not closes(self._head)
+        return whole and framed and not self._request.closes
 
     async def _more(self, server: BufferedConnection) -> list[bytes]:
         """Wait for further bytes of the response; return the pieces of its body in them, none at its end.
@@ -272,7 +272,7 @@ class Transaction:
         client, exchange, response = self._client, self._exchange, self._response
         fields, framed = verdict.headers, response.framed
         chunked = any(name.lower() == b"transfer-encoding" for name, _ in fields)
-        if chunked and self._head.minor_version == 0:
+        if chunked and self._request.minor_version == 0:
             fields = tuple(one for one in fields if one[0].lower() != b"transfer-encoding")
             chunked, framed = False, response.bodiless
         out, pieces = response_head(verdict.status, verdict.reason, fields), self._pieces

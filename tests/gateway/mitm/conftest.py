@@ -30,6 +30,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.rules import Endpoint
+from tests.gateway.record_forms import PlainForms
 from vault.secret import Secret
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -182,7 +183,7 @@ class Upstream:
 
 
 @dataclass
-class Audit:
+class Audit(PlainForms):
     """An audit log that accepts records into a list, or fails."""
 
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
