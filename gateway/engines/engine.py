@@ -3,7 +3,9 @@
 | A client that | Framing |
 |---|---|
 | offers HTTP/1.1 in TLS, offers no protocol, or speaks plain HTTP | `http1` |
-| offers only HTTP/2 | `http2` |
+| offers only HTTP/2, or offers it for a server that speaks only HTTP/2 | `http2` |
+
+- That a server speaks only HTTP/2 is known after a flow in HTTP/1.1 failed for that reason (`Http2Servers`).
 
 - A worker has one `FlowEngine`. The flows of the sandbox share certificates, TLS contexts and idle upstream connections
   (`gateway.engines.pool`), and nothing else. A connection in use belongs to one flow. It outlives that flow only in the
@@ -27,11 +29,33 @@ from gateway.exchange import Session
 from gateway.ledger import Ledger
 from gateway.scrub.searched import KnownPatterns
 from gateway.tls.contexts import ClientContexts, UpstreamContext, choose_alpn
+from gateway.tls.hello import Hello
 from policy.facts import Scheme
 
 _NO_APPLICATION_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
 
+_HTTP2_SERVERS = 256
+_HTTP2_SECONDS = 3600.0
+
 _log = logging.getLogger(__name__)
+
+
+class Http2Servers:
+    """Hosts and ports of servers that speak only HTTP/2. Keeps a limited number of them, for a limited time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[tuple[str, int], float] = {}
+
+    def add(self, server: tuple[str, int]) -> None:
+        """Add a server."""
+        self._until.pop(server, None)
+        self._until[server] = self._clock() + _HTTP2_SECONDS
+        if len(self._until) > _HTTP2_SERVERS:
+            del self._until[next(iter(self._until))]
+
+    def __contains__(self, server: tuple[str, int]) -> bool:
+        return self._clock() < self._until.get(server, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +71,7 @@ class Shared:
     limits: EngineLimits
     beat: Callable[[], None]
     pool: Pool[Any]
+    http2: Http2Servers
 
 
 class Flow(Protocol):
@@ -128,6 +153,7 @@ class FlowEngine:
         self._clients = ClientContexts()
         self._upstream = UpstreamContext(upstream_roots)
         self._pool: Pool[Any] = Pool(self._limits, lambda: len(self._live))
+        self._http2 = Http2Servers(time.monotonic)
         self._live: set[Flow] = set()
         self._ledger = ledger
         self._known = KnownPatterns()
@@ -162,7 +188,7 @@ class FlowEngine:
 
     async def handle(self, flow: InspectedFlow) -> None:
         """See `gateway.engines.port.Engine`."""
-        framing = self._framings[_only_http2(flow)]
+        framing = self._framings[flow.hello is not None and self._choose(flow, flow.hello) == b"h2"]
         refusal = self._refusal(flow)
         if refusal is not None:
             self._recorder.note("flow", "deny", rule="engine", reason=refusal, **describe(flow, framing.name))
@@ -179,6 +205,7 @@ class FlowEngine:
             self._limits,
             self._ledger.beat,
             self._pool,
+            self._http2,
         )
         served = framing(flow, shared)
         self._live.add(served)
@@ -209,10 +236,13 @@ class FlowEngine:
         if flow.hello is not None:
             if flow.hello.sni != flow.host:
                 return "server name is not the flow's host"
-            if flow.hello.alpn and choose_alpn(flow.hello.alpn) is None:
+            if flow.hello.alpn and self._choose(flow, flow.hello) is None:
                 flow.writer.write(_NO_APPLICATION_PROTOCOL)
                 return "no common application protocol"
         return None
+
+    def _choose(self, flow: InspectedFlow, hello: Hello) -> bytes | None:
+        return choose_alpn(hello.alpn, http2=(flow.host, flow.port) in self._http2)
 
     def revoke(self, secrets: frozenset[str] | None) -> int:
         """See `gateway.engines.port.Engine`."""
@@ -236,10 +266,6 @@ class FlowEngine:
         for flow in flows:
             flow.abort()
         return len(flows)
-
-
-def _only_http2(flow: InspectedFlow) -> bool:
-    return flow.hello is not None and choose_alpn(flow.hello.alpn) == b"h2"
 
 
 def _still_allowed(flow: Flow) -> bool:

@@ -3,6 +3,7 @@
 - Upstream: TLS 1.2 or later. The server's chain is verified against the operator's roots only. Its name is verified
   against the host, without common names and partial wildcards. No setting turns this off.
 - Client: a leaf for the host of the flow. HTTP/1.1 if the client offers it, otherwise HTTP/2, otherwise no handshake.
+  For a server that speaks only HTTP/2 the order is the other one.
 - A client can resume a session of TLS 1.3 by a ticket. The keys of tickets belong to one leaf, and exist only in the
   worker's memory. So a session is resumed only for the same host in the same sandbox, and not after the leaf was
   replaced. The name, the protocol and each request of a resumed session are judged like those of a new one. There is no
@@ -30,16 +31,16 @@ _OPTIONS = SSL.OP_NO_COMPRESSION | SSL.OP_CIPHER_SERVER_PREFERENCE | _OP_NO_RENE
 _SESSION_ID_CONTEXT = b"sallyport"
 
 
-def choose_alpn(offered: tuple[bytes, ...] | list[bytes]) -> bytes | None:
-    """Return the protocol for a client, None if it offers no supported one."""
-    for protocol in (b"http/1.1", b"h2"):
+def choose_alpn(offered: tuple[bytes, ...] | list[bytes], *, http2: bool) -> bytes | None:
+    """Return the protocol for a client, None if it offers no supported one. `http2`: HTTP/2 goes first."""
+    for protocol in (b"h2", b"http/1.1") if http2 else (b"http/1.1", b"h2"):
         if protocol in offered:
             return protocol
     return None
 
 
-def _select_alpn(_connection: SSL.Connection, offered: list[bytes]) -> bytes:
-    chosen = choose_alpn(offered)
+def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> bytes:
+    chosen = choose_alpn(offered, http2=connection.get_app_data() is True)
     if chosen is None:
         raise ValueError("the client offers neither http/1.1 nor h2")  # pyOpenSSL turns this into a fatal alert
     return chosen
@@ -66,8 +67,8 @@ class ClientContexts:
     def __init__(self) -> None:
         self._cache: OrderedDict[Leaf, SSL.Context] = OrderedDict()
 
-    def accept(self, leaf: Leaf) -> SSL.Connection:
-        """Return a connection before its handshake, which presents `leaf`."""
+    def accept(self, leaf: Leaf, *, http2: bool) -> SSL.Connection:
+        """Return a connection before its handshake, which presents `leaf`. `http2`: see `choose_alpn`."""
         context = self._cache.get(leaf)
         if context is None:
             context = _context(SSL.TLS_SERVER_METHOD)
@@ -85,6 +86,7 @@ class ClientContexts:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(leaf)
         connection = SSL.Connection(context)
+        connection.set_app_data(http2)
         connection.set_accept_state()
         return connection
 

@@ -11,6 +11,7 @@ from typing import Any
 from OpenSSL import SSL
 
 _PART = 64 * 1024
+_NO_PROTOCOL = "alert no application protocol"
 _lib: Any = SSL._lib  # type: ignore[attr-defined]
 _ffi: Any = SSL._ffi  # type: ignore[attr-defined]
 _buffer: Any = _ffi.new("char[]", _PART)
@@ -27,9 +28,10 @@ class MemoryTls:
     Attributes:
         secure: the handshake is complete.
         closed: the peer has ended its direction with an alert.
+        no_protocol: the handshake failed because the peer speaks none of the offered application protocols.
     """
 
-    __slots__ = ("_connection", "_failed", "_from", "_into", "_ssl", "closed", "secure")
+    __slots__ = ("_connection", "_failed", "_from", "_into", "_ssl", "closed", "no_protocol", "secure")
 
     def __init__(self, connection: SSL.Connection) -> None:
         """Use `connection`, which has memory BIOs and has not begun its handshake."""
@@ -39,6 +41,7 @@ class MemoryTls:
         self._failed = False
         self.secure = False
         self.closed = False
+        self.no_protocol = False
 
     def receive(self, data: bytes) -> bytes:
         """Take encrypted bytes; continue the handshake; return the plain bytes that they complete.
@@ -70,7 +73,8 @@ class MemoryTls:
             self.secure = True
         except SSL.WantReadError:
             pass
-        except (SSL.Error, ValueError):
+        except (SSL.Error, ValueError) as error:
+            self.no_protocol = _NO_PROTOCOL in str(error)
             self._fail()
 
     def read(self) -> bytes:

@@ -110,6 +110,11 @@ class BufferedConnection(asyncio.Protocol):
         return self._tls is not None and self._tls.secure
 
     @property
+    def no_protocol(self) -> bool:
+        """Whether the TLS handshake failed because the peer speaks none of the offered application protocols."""
+        return self._tls is not None and self._tls.no_protocol
+
+    @property
     def at_end(self) -> bool:
         """Whether the peer has ended its direction or the connection is lost. `data` can still hold bytes."""
         return self._eof or self._lost or self._error is not None

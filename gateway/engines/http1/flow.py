@@ -143,7 +143,7 @@ class Http1Flow:
         flow = self._flow
         tls = None
         if flow.scheme is Scheme.HTTPS:
-            tls = self._shared.clients.accept(self._shared.identity.leaf(flow.host))
+            tls = self._shared.clients.accept(self._shared.identity.leaf(flow.host), http2=False)
         deadline = Countdown(self._limits.handshake_seconds, lambda: self._end("the TLS handshake took too long"))
         try:
             client = self._client = await BufferedConnection.over(

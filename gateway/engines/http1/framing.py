@@ -28,6 +28,8 @@ _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
 
 
+_HTTP2 = re.compile(rb"\0[\0-\xff]{2}[\x04\x07]\0\0{4}", re.DOTALL)
+"""The first frame of an HTTP/2 server: SETTINGS, or GOAWAY."""
 _AUTHENTICATION = frozenset({b"authorization", b"www-authenticate"})
 _OF_CONNECTION = frozenset({b"proxy-authenticate", b"persistent-auth"})
 _CONNECTION_SCHEME = re.compile(rb"\b(?:ntlm|negotiate|kerberos)\b", re.IGNORECASE)
@@ -35,6 +37,10 @@ _CONNECTION_SCHEME = re.compile(rb"\b(?:ntlm|negotiate|kerberos)\b", re.IGNORECA
 
 class FramingError(Exception):
     """A message is malformed, or exceeds a limit."""
+
+
+class AnotherProtocol(FramingError):
+    """The server speaks HTTP/2."""
 
 
 class Body(Protocol):
@@ -316,6 +322,8 @@ class Response:
         """
         received = bytes(data)
         data.clear()
+        if not self.begun and _HTTP2.match(received) is not None:
+            raise AnotherProtocol("the server speaks HTTP/2")
         self.begun = True
         if not self.headed:
             self._size += len(received)

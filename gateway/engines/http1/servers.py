@@ -26,6 +26,10 @@ class ServerFailed(ConnectionError):
     """There is no connection, it failed, or the response on it is malformed."""
 
 
+class OnlyHttp2(ServerFailed):
+    """The server speaks HTTP/2 and not HTTP/1.1. Later flows to it use HTTP/2, if their clients offer it."""
+
+
 type ServerConnection = Pooled[BufferedConnection]
 
 
@@ -99,6 +103,11 @@ class Servers:
         self.connections.remove(server.connection)
         self._pool.keep(server)
 
+    def only_http2(self) -> OnlyHttp2:
+        """Remember that the server speaks only HTTP/2."""
+        self._shared.http2.add((self._flow.host, self._flow.port))
+        return OnlyHttp2("the server speaks only HTTP/2")
+
     def leave(self) -> None:
         """End the connection in use in order. The next request gets another one."""
         server, self._current = self._current, None
@@ -149,6 +158,8 @@ class Servers:
             await connection.secure()
         except ConnectionError as error:
             connection.close()
+            if connection.no_protocol:
+                raise self.only_http2() from error
             raise ServerFailed("no TLS") from error
         finally:
             deadline.cancel()

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from gateway import pages
 from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.http1.framing import (
+    AnotherProtocol,
     ClientRequest,
     FramingError,
     HeadWriter,
@@ -28,7 +29,7 @@ from gateway.engines.http1.framing import (
     binds_connection,
     response_head,
 )
-from gateway.engines.http1.servers import ServerConnection, ServerFailed, Servers
+from gateway.engines.http1.servers import OnlyHttp2, ServerConnection, ServerFailed, Servers
 from gateway.engines.port import EngineLimits
 from gateway.exchange import Exchange
 from gateway.translate import RequestParts
@@ -45,6 +46,9 @@ _REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_REPEATED = (
     "The server ended the connection without an answer. It may have received the request, so it was not sent again."
 )
+
+
+_ONLY_HTTP2 = "The server speaks only HTTP/2. A new connection uses HTTP/2, if the client offers it."
 
 
 class _Unanswered(ServerFailed):
@@ -138,7 +142,7 @@ class Transaction:
         except ServerFailed as error:
             if self._exchange.begun:
                 raise
-            self._bad_gateway(_NOT_REPEATED if isinstance(error, _Unanswered) else None)
+            self._bad_gateway(_reason(error))
             await self._end_upload()
             await self._discard()
             return False
@@ -157,6 +161,8 @@ class Transaction:
                 await self._begin(server, sent.data)
             except _ClientGone:
                 raise
+            except AnotherProtocol as error:
+                raise self._servers.only_http2() from error
             except (OSError, FramingError) as error:
                 self._servers.leave()
                 if not reused or self._response.begun:
@@ -351,6 +357,12 @@ class Transaction:
         upload, self._upload = self._upload, None
         if upload is not None:
             await _cancelled(upload)
+
+
+def _reason(error: ServerFailed) -> str | None:
+    if isinstance(error, OnlyHttp2):
+        return _ONLY_HTTP2
+    return _NOT_REPEATED if isinstance(error, _Unanswered) else None
 
 
 def _framed(data: bytes, *, chunked: bool) -> bytes:

@@ -398,7 +398,7 @@ class FlowConnection(server.ConnectionHandler):
 
     def on_tls_start_client(self, data: TlsData) -> None:
         leaf = self._shared.identity.leaf(self._flow.host)
-        data.ssl_conn = self._shared.clients.accept(leaf)
+        data.ssl_conn = self._shared.clients.accept(leaf, http2=True)
 
     def on_tls_start_server(self, data: TlsData) -> None:
         if data.conn.sni != self._flow.host or data.is_dtls:

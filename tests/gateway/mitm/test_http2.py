@@ -8,12 +8,14 @@ It tests `gateway/engines/mitm/http2.py`.
 import asyncio
 import contextlib
 import resource
+import socket
 import ssl
 import time
 from pathlib import Path
 
 import h2.events
 import hpack
+import httpx
 import pytest
 from hyperframe.frame import (
     ContinuationFrame,
@@ -28,6 +30,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
+from gateway.engines.engine import _HTTP2_SECONDS, _HTTP2_SERVERS, Http2Servers
 from gateway.engines.port import EngineLimits
 from policy.decision import AllowRequest, Deny
 from policy.injection import InjectionKind, InjectionPlan
@@ -310,3 +313,89 @@ async def test_a_header_block_that_grows_ends_its_connection(rig):
 
     assert (0, b"") == (rig.dials, rig.upstream.data)
     assert resident() - before < 32 << 20
+
+
+# Servers that speak only HTTP/2.
+
+
+HOST = {"host": "good.test"}
+
+
+async def _both(rig):
+    """Send one request over a new connection of a client that offers both protocols."""
+    async with httpx.AsyncClient(http2=True, verify=rig.client_context()) as client:
+        return await client.get(
+            f"https://127.0.0.1:{rig.port}/v1", extensions={"sni_hostname": "good.test"}, headers=HOST
+        )
+
+
+async def test_a_client_that_offers_both_gets_http2_after_the_server_refused_http1(lab, upstream_root):
+    context = lab.tls(upstream_root.leaf("good.test"))
+    context.set_alpn_protocols(["h2"])
+    far = Http2Far()
+    async with lab.running(context) as rig:
+        server = await asyncio.start_server(far.serve, "127.0.0.1", 0, ssl=context)
+        rig.dial_port = server.sockets[0].getsockname()[1]
+        first = await _both(rig)
+        assert (502, "HTTP/1.1") == (first.status_code, first.http_version)
+        assert "speaks only HTTP/2" in first.text
+        assert [] == far.blocks
+        second = await _both(rig)
+        assert (200, "HTTP/2") == (second.status_code, second.http_version)
+        assert 1 == len(far.blocks)
+        _, writer = await rig.connect(alpn=("http/1.1",))
+        assert "http/1.1" == writer.get_extra_info("ssl_object").selected_alpn_protocol()
+        writer.close()
+        server.close()
+
+
+async def test_a_server_that_refuses_http1_in_its_handshake_is_remembered(lab, upstream_root, tmp_path):
+    leaf = upstream_root.leaf("good.test")
+    pem = tmp_path / "server.pem"
+    pem.write_text(leaf.pem + leaf.key_pem)
+    async with lab.running(lab.tls(leaf)) as rig:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            rig.dial_port = free.getsockname()[1]
+        options = (
+            "-accept",
+            f"127.0.0.1:{rig.dial_port}",
+            "-cert",
+            str(pem),
+            "-key",
+            str(pem),
+            "-alpn",
+            "h2",
+            "-quiet",
+        )
+        server = await asyncio.create_subprocess_exec("openssl", "s_server", *options)
+        try:
+            async with asyncio.timeout(20):
+                while not await _listens(rig.dial_port):  # noqa: ASYNC110 - the state of another process
+                    await asyncio.sleep(0.05)
+            assert "speaks only HTTP/2" in (await _both(rig)).text
+            _, writer = await rig.connect(alpn=("h2", "http/1.1"))
+            assert "h2" == writer.get_extra_info("ssl_object").selected_alpn_protocol()
+            writer.close()
+        finally:
+            server.kill()
+            await server.wait()
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionError:
+        return False
+    writer.close()
+    return True
+
+
+def test_what_is_known_of_servers_is_bounded_and_ends():
+    now = 0.0
+    known = Http2Servers(lambda: now)
+    for number in range(_HTTP2_SERVERS + 1):
+        known.add((f"{number}.test", 443))
+    assert ("0.test", 443) not in known and ("1.test", 443) in known and ("1.test", 8443) not in known
+    now = _HTTP2_SECONDS
+    assert ("1.test", 443) not in known
