@@ -74,8 +74,9 @@ DENIED = TIGHTENINGS["a bound host is denied"]
 
 @pytest.fixture
 async def ruled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """Run a server with an operator's policy file, which it reads only on the test's request."""
+    """Run a server with an operator's policy file, which it reads only on the test's request, and then to the end."""
     monkeypatch.setattr("lifecycle.api.app.POLICY_SECONDS", 3600)
+    monkeypatch.setattr("lifecycle.sandboxes.reaper.APPLY_SECONDS", SETTLE_SECONDS)
     async with running(monkeypatch.setattr, LOOSE) as there:
         yield there
 

@@ -256,7 +256,7 @@ async def test_an_upstream_connection_is_verified_a_second_time(made: Made, lab:
     if trusts != "nothing":
         root = lab.sandbox_root if trusts == "verified" else lab.stranger("Stranger")
         store.add_cert(crypto.X509.from_cryptography(root.certificate))
-    near, far = SSL.Connection(context), ClientContexts().accept(leaf)
+    near, far = SSL.Connection(context), ClientContexts().accept(leaf, http2=True)
     near.set_connect_state()
     for _ in range(4):
         for one, other in ((near, far), (far, near)):

@@ -19,7 +19,7 @@ from mitmproxy.proxy.layers.http import _hooks
 from gateway.admission import Admission
 from gateway.budget import Over
 from gateway.effects import Effects
-from gateway.engines.engine import Shared
+from gateway.engines.engine import Http2Servers, Shared
 from gateway.engines.mitm.gate import STAMP, Gate, Sentinel
 from gateway.engines.pool import Pool
 from gateway.engines.port import EngineLimits, InspectedFlow
@@ -77,6 +77,7 @@ class Bench:
             limits=self.limits,
             beat=lambda: None,
             pool=Pool(self.limits),
+            http2=Http2Servers(time.monotonic),
         )
         self.gate = Gate(inspected, self.shared)
 

@@ -24,7 +24,8 @@ class Pair:
             context = server_context(leaf, directory)
             self.there = context.wrap_bio(self.there_in, self.there_out, server_side=True)
         else:
-            self.here = MemoryTls(ClientContexts().accept(Leaf(leaf.pem.encode(), leaf.key_pem.encode())))
+            presented = Leaf(leaf.pem.encode(), leaf.key_pem.encode())
+            self.here = MemoryTls(ClientContexts().accept(presented, http2=False))
             context = ssl.create_default_context(cadata=root.pem)
             context.set_alpn_protocols(["http/1.1"])
             self.there = context.wrap_bio(self.there_in, self.there_out, server_hostname=host)
