@@ -273,7 +273,7 @@ class Exchange:
         self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._head(repeated, headers), self.scrub, injected)
+        forward = Forward(self._kept_head(repeated, headers), self.scrub, injected)
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
@@ -388,15 +388,15 @@ class Exchange:
         prepared[plan.binding] = _Rendered(plan, value, header)
         return header
 
-    def _head(self, repeated: _Repeated, headers: Headers) -> ForwardHead:
+    def _kept_head(self, repeated: _Repeated, headers: Headers) -> ForwardHead:
         parts, translated = repeated.parts, repeated.translated
         if translated.websocket:
-            return self._made_head(parts, translated, headers)
+            return self._head(parts, translated, headers)
         if repeated.head is None or repeated.head[0] is not headers or repeated.head[1] is not self.scrub:
-            repeated.head = headers, self.scrub, self._made_head(parts, translated, headers)
+            repeated.head = headers, self.scrub, self._head(parts, translated, headers)
         return repeated.head[2]
 
-    def _made_head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
+    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
         fields = list(headers)
         if self.scrub:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
