@@ -7,10 +7,10 @@ from typing import Any
 from bench.figures import of_connections
 
 CONNECTIONS = (1, 16, 256)
-BARE, ENVOY, MITMPROXY = "no gateway", "Envoy", "mitmproxy"
+BARE, ENVOY, MITMPROXY, SQUID = "no gateway", "Envoy", "mitmproxy", "Squid"
 SPLICED, INSPECTED, INJECTED, NEW_HEADS = "spliced", "inspected", "injected", "injected, each head new"
 OURS = (SPLICED, INSPECTED, INJECTED, NEW_HEADS)
-WAYS = (BARE, *OURS, ENVOY, MITMPROXY)
+WAYS = (BARE, *OURS, ENVOY, MITMPROXY, SQUID)
 HALF_LOAD = "p99 at half load"
 
 

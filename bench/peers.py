@@ -1,11 +1,12 @@
-"""The server behind all proxies of the benchmark `gateway`, and the proxies beside ours: Envoy and mitmproxy.
+"""The server behind all proxies of the benchmark `gateway`, and the proxies beside ours: Envoy, Squid and mitmproxy.
 
 Each peer terminates TLS with its own certificate, sets the header with the token, verifies the server's certificate and
-writes an access log. Envoy also judges the method of each request.
+writes an access log. Envoy and Squid also judge the method of each request.
 """
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from testbed.with_parent import with_parent
 
 SPLICED, INSPECTED, INJECTED = PAGES
 ENVOY_PORT, MITMPROXY_PORT = 8443, 8444
+SQUID_PORT, _BUMP_PORT = 443, 3128  # Squid calls the port that Host names
 BULK_BYTES = 1 << 30
 PROXY_CORE, OTHER_CORE = 0, 1
 _PAGE = "x" * 1024
@@ -234,6 +236,75 @@ def mitmproxy(fixture: Fixture) -> Iterator[int]:
     with _running(fixture, command, BENCH_TOKEN=fixture.token) as process:
         wait_until(lambda: _listens(fixture, UP_ADDRESS, MITMPROXY_PORT), "mitmdump listens")
         yield process
+
+
+@contextmanager
+def squid(fixture: Fixture) -> Iterator[int]:
+    """Run Squid with ssl-bump, and a tunnel through it for clients that do not know CONNECT. Yield Squid's process id.
+
+    The tunnel runs on the core of the clients.
+    """
+    directory, service = fixture.internet.directory / "squid", f"sallyport{os.getpid()}"
+    directory.mkdir()
+    shutil.chown(directory, "nobody")
+    unpacked = Path(os.environ["SALLYPORT_SQUID"])
+    hosts, configuration = directory / "hosts", directory / "squid.conf"
+    hosts.write_text(f"{PAGES[INJECTED]} {INJECTED}\n")
+    configuration.write_text(_squid(fixture, directory, unpacked))
+    program = pinned(PROXY_CORE, str(unpacked / "usr/sbin/squid"), "-N", "-n", service, "-f", str(configuration))
+    tunnel = (
+        sys.executable,
+        "-m",
+        "bench.tunnel",
+        f"{UP_ADDRESS}:{SQUID_PORT}",
+        f"{UP_ADDRESS}:{_BUMP_PORT}",
+        INJECTED,
+    )
+    libraries = ":".join(map(str, (unpacked / "usr/lib").glob("*-linux-gnu")))
+    place = (fixture.internet, fixture.internet.up)
+    try:
+        with (
+            _running(
+                fixture, in_namespace(*place, *pinned(PROXY_CORE, *program)), LD_LIBRARY_PATH=libraries
+            ) as process,
+            _running(fixture, in_namespace(*place, *pinned(OTHER_CORE, *tunnel))),
+        ):
+            for port, what in ((_BUMP_PORT, "Squid listens"), (SQUID_PORT, "the tunnel listens")):
+                wait_until(lambda port=port: _listens(fixture, UP_ADDRESS, port), what)  # type: ignore[misc]
+            yield process
+    finally:
+        for segment in Path("/dev/shm").glob(f"{service}-*"):  # noqa: S108 - Squid leaves them behind
+            segment.unlink()
+
+
+def _squid(fixture: Fixture, directory: Path, unpacked: Path) -> str:
+    """Return Squid's configuration: a policy, a header and an access log, as the gateway has them."""
+    certificate = fixture.internet.directory / f"{INJECTED}.pem"
+    return f"""
+http_port {UP_ADDRESS}:{_BUMP_PORT} ssl-bump tls-cert={certificate} generate-host-certificates=off
+ssl_bump bump all
+acl judged method CONNECT GET PUT
+http_access allow judged
+http_access deny all
+request_header_access Authorization deny all
+request_header_add Authorization "Bearer {fixture.token}" all
+tls_outgoing_options cafile={fixture.internet.roots}
+hosts_file {directory}/hosts
+access_log stdio:{directory}/access.log
+cache_log {directory}/cache.log
+cache deny all
+workers 1
+cache_effective_user nobody
+coredump_dir {directory}
+pid_filename none
+netdb_filename none
+pinger_enable off
+unlinkd_program {unpacked}/usr/lib/squid/unlinkd
+mime_table {unpacked}/usr/share/squid/mime.conf
+icon_directory {unpacked}/usr/share/squid/icons
+error_directory {unpacked}/usr/share/squid-langpack/templates
+shutdown_lifetime 0 seconds
+"""
 
 
 @contextmanager

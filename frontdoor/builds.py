@@ -72,31 +72,25 @@ def for_tests(places: Places) -> None:
 
 
 def for_bench(places: Places) -> None:
-    """Install the clients and the server of the benchmarks, and export the server's path."""
+    """Install the clients of the benchmarks, and export the paths of the server and of Squid's files."""
     packages.install(packages.BENCH_PACKAGES)
-    os.environ["SALLYPORT_NGINX"] = shutil.which("nginx") or _nginx(f"{places.cache}/nginx")
+    os.environ["SALLYPORT_NGINX"] = shutil.which("nginx") or f"{_unpacked(places.cache, 'nginx')}/usr/sbin/nginx"
+    os.environ["SALLYPORT_SQUID"] = _unpacked(places.cache, *packages.SQUID)
 
 
-def _nginx(directory: str) -> str:
-    """Return the program of Debian's package `nginx`, which is unpacked and not installed."""
-    program = f"{directory}/usr/sbin/nginx"
-    if not os.access(program, os.X_OK):
+def _unpacked(cache: str, *debian: str) -> str:
+    """Return the directory with the files of Debian packages, which are unpacked and not installed."""
+    directory = f"{cache}/{debian[0]}"
+    if not os.path.isfile(f"{directory}/complete"):
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(directory)
         step("apt-get update", "apt-get", "update", "-q")
-        step(
-            "nginx (Debian package)",
-            "apt-get",
-            "download",
-            "-q",
-            "-o",
-            "APT::Sandbox::User=root",
-            "nginx",
-            cwd=directory,
-        )
-        (package,) = Path(directory).glob("nginx_*.deb")
-        step("unpack nginx", "dpkg-deb", "--extract", str(package), directory)
-    return program
+        download = ("apt-get", "download", "-q", "-o", "APT::Sandbox::User=root")
+        step(f"{debian[0]} (Debian packages)", *download, *debian, cwd=directory)
+        for package in sorted(Path(directory).glob("*.deb")):
+            step(f"unpack {package.name}", "dpkg-deb", "--extract", str(package), directory)
+        Path(directory, "complete").touch()
+    return directory
 
 
 def go(places: Places) -> tuple[str, ...]:

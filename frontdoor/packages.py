@@ -10,7 +10,8 @@ PACKAGES = tuple(Path(__file__).with_name("packages.txt").read_text().split())
 TEST_PACKAGES = ("gcc", "libc6-dev")
 """The race detector of Go is a C library."""
 BENCH_PACKAGES = ("nghttp2-client", "wrk")
-"""The clients of the benchmarks. `builds` takes nginx from its package, because its installation would start it."""
+"""The clients of the benchmarks. `builds` only unpacks nginx and Squid: their installation would start them."""
+SQUID = ("squid-openssl", "squid-common", "squid-langpack", "libecap3", "libltdl7", "libtdb1")
 
 
 def install(names: tuple[str, ...]) -> None:

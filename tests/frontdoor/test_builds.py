@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frontdoor import names
+from frontdoor import names, packages
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNSC = "runsc-v0.0.0-20260905035102-160fafc42237"
@@ -48,9 +48,9 @@ def _home(tmp_path: Path) -> Path:
         (cache / name).touch(mode=0o755)
     (cache / names.clients(ROOT)).mkdir()
     (cache / names.clients(ROOT) / "complete").touch()
-    nginx = cache / "nginx" / "usr" / "sbin" / "nginx"
-    nginx.parent.mkdir(parents=True)
-    nginx.touch(mode=0o755)
+    for package in ("nginx", packages.SQUID[0]):
+        (cache / package).mkdir()
+        (cache / package / "complete").touch()
     return tmp_path
 
 
@@ -63,6 +63,7 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_RUN_DIR": "/r",
         "SALLYPORT_RUNSC": f"{cache}/{RUNSC}",
         "SALLYPORT_NGINX": f"{cache}/nginx/usr/sbin/nginx",
+        "SALLYPORT_SQUID": f"{cache}/{packages.SQUID[0]}",
         "SALLYPORT_EXECD": f"{cache}/{names.execd(ROOT)}",
         "SALLYPORT_BASE_IMAGE": f"{cache}/{names.image(ROOT, 'base')}",
         "SALLYPORT_EMPTY_IMAGE": f"{cache}/empty.tar",
