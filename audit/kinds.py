@@ -180,6 +180,14 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         reason="the guard is gone",
         count=3,
     ),
+    "gateway.pause": _kind(
+        "The sandbox is frozen, and the worker ended all of its flows. It forwards nothing before the record "
+        "`gateway.resume` or the next worker.",
+        ("count",),
+        "info",
+        count=3,
+    ),
+    "gateway.resume": _kind("The worker forwards again what policy allows.", (), "info"),
     "drop": _kind(
         "Frames that the kernel dropped. Written when the number of one kind has grown, at most every three seconds.",
         ("rule", "reason", "count"),

@@ -35,7 +35,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
     GATEWAY: frozenset(
         {
             *("dns", "flow", "connect", "request", "ingress", "secret.use", "gateway.configure", "gateway.guard"),
-            "gap",
+            *("gateway.pause", "gateway.resume", "gap"),
         }
     ),
 }

@@ -101,6 +101,7 @@ class Acceptor:
             except OSError:  # no descriptors are left, or the client has disconnected
                 await asyncio.sleep(0.05)
                 continue
+            await self._state.moving.wait()  # of a paused sandbox; others wait in the listener
             config = self._state.config
             if config is None or len(self._registry) >= _connections(config):
                 if config is not None:

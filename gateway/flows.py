@@ -49,6 +49,11 @@ class FlowRegistry:
         """Abort every flow; return their number."""
         return self._cut(list(self._flows.values()))
 
+    async def emptied(self) -> None:
+        """Wait until every flow that is registered now has ended."""
+        if tasks := [flow.task for flow in self._flows.values()]:
+            await asyncio.wait(tasks)
+
     def _cut(self, flows: list[LiveFlow]) -> int:
         for flow in flows:
             flow.task.cancel()

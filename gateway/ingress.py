@@ -6,6 +6,7 @@ A client connects to the worker's unix listener, writes a port (2 bytes, big-end
 - The destination address is the configured inside address; a client cannot choose it. The socket is bound to the link.
 - Each connection is accepted by the audit log before it is dialled; without the log it is refused. Requests on a
   connection are not counted.
+- While the sandbox is paused, new connections are refused, and no byte moves on the existing ones.
 - The number of connections is limited. The preamble and the dial have deadlines. An established relay has no idle
   limit: terminals and event streams can be silent for hours.
 """
@@ -80,16 +81,16 @@ class Ingress:
             with inner:
                 try:
                     await loop.sock_sendall(peer, _CONNECTED)
-                    await relay(peer, inner, traffic, idle=None, total=None, chunk=CHUNK)
+                    await relay(peer, inner, traffic, idle=None, total=None, chunk=CHUNK, moving=self._state.moving)
                 except OSError:
                     return
                 finally:
                     self._audit.note("ingress", "info", port=port, bytes_up=traffic.up, bytes_down=traffic.down)
 
     async def _dial(self, port: int) -> socket.socket | None:
-        """Connect to the sandbox's port. None if the connection fails or cannot be recorded."""
+        """Connect to the sandbox's port. None if it is paused, or the connection fails or cannot be recorded."""
         config = self._state.config
-        if config is None:
+        if config is None or not self._state.moving.is_set():
             return None
         try:
             await self._audit.accept("ingress", "allow", address=str(config.constants.inside), port=port)

@@ -4,6 +4,7 @@
 - A reset or an error of one side resets both. At most one chunk per direction is buffered (back-pressure).
 - If `may_send` refuses a chunk, the chunk is not sent and the relay ends.
 - The relay ends after `idle` seconds without a byte in either direction, and after `total` seconds.
+- While `moving` is not set, the relay rests.
 - A byte is counted when the kernel accepts it for sending. After an orderly end the receiver has exactly this number of
   bytes. After a reset it may have fewer, never more.
 - The caller owns the sockets and closes them.
@@ -53,6 +54,7 @@ async def relay(
     total: float | None,
     may_send: Callable[[int], bool] | None = None,
     chunk: int = _CHUNK,
+    moving: asyncio.Event | None = None,
 ) -> End:
     """Relay until both directions have ended.
 
@@ -63,6 +65,7 @@ async def relay(
         total: seconds that the relay may last; None means no limit.
         may_send: called with the size of each chunk before it is sent to the second socket; None permits all.
         chunk: the largest number of bytes buffered per direction.
+        moving: while it is not set, no byte is sent to either socket; None means that it always is.
     """
     loop = asyncio.get_running_loop()
     traffic.moved = loop.time()
@@ -74,6 +77,8 @@ async def relay(
                 raise _OverError
             left = memoryview(data)
             while left:
+                if moving is not None:
+                    await moving.wait()
                 sent = await _send(outer, left)
                 traffic.moved = loop.time()
                 traffic.up += sent
@@ -85,6 +90,8 @@ async def relay(
         while data := await loop.sock_recv(outer, chunk):
             left = memoryview(data)
             while left:
+                if moving is not None:
+                    await moving.wait()
                 sent = await _send(inner, left)
                 traffic.moved = loop.time()
                 traffic.down += sent

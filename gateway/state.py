@@ -3,8 +3,9 @@
 A part reads the state at each use. It keeps no copy, except a configuration for the duration of one step.
 """
 
+import asyncio
 import select
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.config import GatewayConfig
 from policy.rules import Limits
@@ -28,6 +29,12 @@ class Guard:
         return not self._gone
 
 
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class WorkerState:
     """The state of one worker. Only the worker writes it.
@@ -36,16 +43,23 @@ class WorkerState:
         guard: the present guard of the upstream namespace.
         vault: the present channel to vaultd.
         config: the configuration in force. None before the first one; then everything is refused.
+        moving: set unless the sandbox is paused. What comes meanwhile waits for it.
     """
 
     guard: Guard
     vault: VaultClient
     config: GatewayConfig | None = None
+    moving: asyncio.Event = field(default_factory=_set)
 
     @property
     def guarded(self) -> bool:
         """Whether the guard of the upstream namespace runs. If not, the worker dials and resolves nothing."""
         return self.guard.alive
+
+    @property
+    def may_resolve(self) -> bool:
+        """Whether the worker may send queries: the guard runs, and the sandbox is not paused."""
+        return self.guarded and self.moving.is_set()
 
     @property
     def limits(self) -> Limits | None:

@@ -6,6 +6,8 @@
 - The guard's pidfd became readable: nothing is dialled or asked upstream any more and all flows are cut, until a
   `guard` notification brings a new one.
 - The sandbox sent as many bytes as its policy allows: all flows are cut, and nothing more is sent.
+- The sandbox is paused: all flows are cut before the answer, and no query is sent upstream. New flows wait for the
+  resume. Policies and revocations take effect meanwhile.
 - hostd's channel ended: the worker exits, and its listeners with it.
 
 `wire.api.worker` has the requests on hostd's channel. The worker asks for a new channel to a daemon when its own has
@@ -50,10 +52,12 @@ from wire.api import worker
 from wire.api.worker import ChannelName
 from wire.errors import ConfigError
 from wire.frames import close_all
+from wire.patience import Patience
 from wire.routes import reaches_ipv6
 from wire.serving import handler
 
 _DRAIN_SECONDS = 0.5
+_CUT_SECONDS = 2.0
 _ASK_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -78,7 +82,7 @@ class Worker:
         self._names = NameBudget(ledger)
         excepted = order.constants.allowed_addresses
         self._resolver = Resolver(
-            (), time.monotonic, lambda: state.guarded, self._may_ask, self._turn, lambda: reaches_ipv6(excepted)
+            (), time.monotonic, lambda: state.may_resolve, self._may_ask, self._turn, lambda: reaches_ipv6(excepted)
         )
         dialler = UpstreamDialler(self._resolver, state, time.monotonic)
         self._dns = DnsServer(self._resolver, self._audit, state, time.monotonic, self._names)
@@ -180,7 +184,7 @@ class Worker:
     async def _handle(
         self,
         _client: wire.Client,
-        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded,
+        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded | worker.Pause | worker.Resume,
         fds: list[int],
     ) -> worker.Pulse | worker.Confirmed | None:
         expected = 1 if isinstance(request, worker.Rebind | worker.Guarded) else 0
@@ -197,6 +201,10 @@ class Worker:
                     return worker.Confirmed(await self._configure(request))
             case worker.Guarded():
                 self._guarded(fds[0])
+            case worker.Pause():
+                await self._pause()
+            case worker.Resume():
+                self._resume()
             case worker.Rebind(ChannelName.AUDIT):
                 await self._audit.rebind(fds[0])
             case worker.Rebind():
@@ -204,6 +212,23 @@ class Worker:
                 await self._revoked(None)
                 await former.close()
         return None
+
+    async def _pause(self) -> None:
+        """Cut every flow and let new ones wait. Everything that is not cut here rests on `moving`."""
+        self._state.moving.clear()
+        self._resolver.discard()
+        cut = self._cut_all()
+        try:
+            async with Patience(_CUT_SECONDS):
+                await self._registry.emptied()
+        except TimeoutError:
+            raise wire.RequestError(wire.Code.TIMEOUT, "a flow did not end") from None
+        self._audit.note("gateway.pause", "info", count=cut)
+
+    def _resume(self) -> None:
+        if not self._state.moving.is_set():
+            self._audit.note("gateway.resume", "info")
+            self._state.moving.set()
 
     def _guarded(self, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(self._state.guard.fd)

@@ -138,6 +138,14 @@ class Hostd(Daemon):
         """Return the digest of the policy that a sandbox's worker has confirmed, or an empty text."""
         return (await self.ask(hostd.Inspect(sandbox))).state.policy
 
+    async def pause(self, sandbox: str) -> None:
+        """Freeze a sandbox. It refuses with `not_running` if the sandbox has no process."""
+        await self.ask(hostd.Pause(sandbox))
+
+    async def resume(self, sandbox: str) -> None:
+        """Let a paused sandbox run. After a refusal it is still paused."""
+        await self.ask(hostd.Resume(sandbox))
+
     async def remove(self, sandbox: str) -> tuple[str, ...]:
         """Remove a sandbox; return what is left of it, which should be nothing. An unknown sandbox is no error."""
         return (await self.ask(hostd.Remove(sandbox), LAUNCH_TIMEOUT)).residue

@@ -2,7 +2,8 @@
 
 A sandbox is adopted only if all of it matches its record: its launch was complete, its container runs, both
 namespaces are mounted at their paths with the recorded inodes, and the container's first process is in that sandbox
-namespace. It gets a new worker with its stored configuration. Until then it stays closed.
+namespace. It gets a new worker with its stored configuration. Until then it stays closed. A paused sandbox stays
+paused: the kernel has the state of its processes.
 
 Everything else (incomplete, partly removed, unknown, not matching) is removed. The removal is checked by process,
 inode and mount.
@@ -22,6 +23,7 @@ from runtimes.engine.docker import ContainerState, Docker, DockerError
 from runtimes.ledgers import Ledgers
 from runtimes.net import netns, slots
 from runtimes.process.cgroups import Cgroups, remove_container_groups
+from runtimes.process.freezer import Freezer
 from runtimes.records import RecordStore, SandboxRecord
 from runtimes.spec import Uids
 
@@ -36,6 +38,7 @@ class Leftovers:
     """The resources of a killed hostd besides Docker's and the run directory."""
 
     cgroups: Cgroups
+    freezer: Freezer
     disks: Disks
     ledgers: Ledgers
     records: RecordStore
@@ -92,7 +95,7 @@ def examine(record: SandboxRecord, state: ContainerState | None, run: Path, uids
         raise Unfit("its worker's uid is another's now")
     if record.rules != rules:
         raise Unfit("the rules of a slot are different now: by a setting, or by another release")
-    if state is None or state.status != "running" or state.pid <= 0:
+    if state is None or state.status not in ("running", "paused") or state.pid <= 0:
         raise Unfit("its container does not run")
     slot = slots.Slot(index, *slots.paths(run / "netns", index), inodes[0], inodes[1])
     for path, inode in ((slot.sandbox, slot.sandbox_inode), (slot.gateway, slot.gateway_inode)):
@@ -123,6 +126,8 @@ async def _sweep(
         if path.stem not in alive:
             path.unlink(missing_ok=True)
     residue = await asyncio.to_thread(leftovers.cgroups.sweep)
+    for container in {*gone, *written}:
+        await asyncio.to_thread(leftovers.freezer.end, container)
     residue += await _remove_containers(docker, alive)
     residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
     for container in {*gone, *written}:

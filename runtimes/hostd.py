@@ -43,11 +43,13 @@ from runtimes.net.guard import GuardError, NetGuard
 from runtimes.net.netns import NftError
 from runtimes.net.nft import rules_digest
 from runtimes.operator import Operator, worker_constants
+from runtimes.pausing import Pausing
 from runtimes.process import predecessor
 from runtimes.process.bounded_log import ANCHORS_NAME
 from runtimes.process.cgroups import Cgroups, Processor
 from runtimes.process.cpu_weight import CpuWeight
 from runtimes.process.finish import together
+from runtimes.process.freezer import Freezer
 from runtimes.process.owned_files import OwnedFiles
 from runtimes.process.supervisor import NotReady
 from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
@@ -69,9 +71,11 @@ from wire.api.hostd import (
     Launch,
     List,
     Listed,
+    Pause,
     PolicyInForce,
     Remove,
     Removed,
+    Resume,
 )
 from wire.frames import close_all
 
@@ -133,6 +137,7 @@ class Host:
         self._run = Path(config.run_dir)
         upstream = Path(config.upstream_netns) if config.upstream_netns is not None else None
         self._cgroups = Cgroups(config.run_dir)
+        self._freezer = Freezer()
         self._records = RecordStore(self._run / "records")
         self._serving = serving.handler(OPERATIONS, self._answer)
         self._dockerd: Dockerd | None = None
@@ -210,12 +215,22 @@ class Host:
         )
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
-        leftovers = Leftovers(self._cgroups, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records)
+        leftovers = Leftovers(
+            self._cgroups, self._freezer, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records
+        )
         fit = await adopt_or_remove(self._run, uids, rules_digest(config.slot_plan), docker, leftovers)
         self._adopted = len(fit)
         rings = Rings(self._run / "rings")
         self._sandboxes = Sandboxes(
-            config, self._operator, docker, self._daemons, self._guard, self._cgroups, self._records, rings
+            config,
+            self._operator,
+            docker,
+            self._daemons,
+            self._guard,
+            self._cgroups,
+            Pausing(self._freezer, docker),
+            self._records,
+            rings,
         )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
@@ -353,6 +368,12 @@ class Host:
                 return await self._launch(request)
             case Configure(sandbox, selection, decided):
                 return PolicyInForce(await self._parts()[1].configure(sandbox, selection, decided=decided))
+            case Pause(sandbox):
+                await self._parts()[1].pause(sandbox)
+                return wire.Done()
+            case Resume(sandbox):
+                await self._parts()[1].resume(sandbox)
+                return wire.Done()
             case Remove(sandbox):
                 return Removed(await self._parts()[1].remove(sandbox))
             case List():

@@ -42,6 +42,10 @@ class HostSandbox:
     container: str | None = None
     restarts: int = 0
     running: bool = False
+    paused: bool = False
+    """Whether it is paused. The kernel has the state for the next hostd (`process.freezer`)."""
+    paused_by_docker: bool = False
+    """Whether another program paused its container, with Docker."""
     leaving: bool = False
     unended: list[WorkerProcess] = field(default_factory=list)
     """Former workers that could not be removed completely."""
@@ -88,6 +92,8 @@ async def describe(sandbox: HostSandbox, docker: Docker, running: Container[str]
                 exit_code = found.exit_code if state in (HostState.EXITED, HostState.DEAD) else None
                 if state is HostState.UNKNOWN:
                     reason = f"Docker calls the state of the container {found.status[:40]!r}"
+    if state is HostState.RUNNING and sandbox.paused:
+        state, reason = HostState.PAUSED, "The sandbox is paused."
     return HostSandboxState(
         sandbox=sandbox.id,
         state=state,

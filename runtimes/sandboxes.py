@@ -24,7 +24,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from runtimes.net.guard import NetGuard
 from runtimes.net.nft import rules_digest
 from runtimes.net.slot_pool import SlotPool
 from runtimes.operator import Operator, Policy, policy_digest
+from runtimes.pausing import Pausing
 from runtimes.process.cgroups import Cgroups, GroupLimits, remove_container_groups
 from runtimes.process.cpu_weight import Computing
 from runtimes.process.finish import ShieldedTasks, both, finished, taken
@@ -52,6 +53,7 @@ from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
 from wire.api.hostd import HostSandboxState, Inspected, Launch, SlotDescription
+from wire.api.states import HostState
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
 _CALM_SECONDS = 10.0
@@ -76,6 +78,7 @@ class Sandboxes:
         daemons: Daemons,
         guard: NetGuard,
         cgroups: Cgroups,
+        pausing: Pausing,
         records: RecordStore,
         rings: Rings,
     ) -> None:
@@ -86,6 +89,7 @@ class Sandboxes:
         self._daemons = daemons
         self._guard = guard
         self._cgroups = cgroups
+        self._pausing = pausing
         self._records = records
         self._limits = GroupLimits()
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
@@ -147,6 +151,7 @@ class Sandboxes:
         sandbox = HostSandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.selection, sandbox.compiled, sandbox.policy = record.selection, record.compiled, record.policy
+        sandbox.paused = self._pausing.was_paused(sandbox)
         sandbox.ingress = self._listen(record.sandbox)
         self.plans.adopt(record.container or "")
         self.slots.reserve(slot.index)
@@ -246,6 +251,8 @@ class Sandboxes:
         finally:
             os.close(ledger)
         try:
+            if sandbox.paused:
+                await worker.pause()
             compiled = sandbox.compiled
             sandbox.policy = await worker.configure(json.dumps(compiled), policy_digest(compiled))
             while guard != self._guard.lives:  # `guard_changed` informs the workers that exist already
@@ -484,6 +491,32 @@ class Sandboxes:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "there is no such sandbox")
         return sandbox
 
+    async def pause(self, name: str) -> None:
+        """Freeze a sandbox. On return none of its processes runs, and its gateway forwards nothing.
+
+        Raises:
+            wire.RequestError: it has no process (`not_running`), or it cannot be frozen, and runs.
+        """
+        await self._endings.whole(self._change_pause(self._get(name), self._pausing.pause))
+
+    async def resume(self, name: str) -> None:
+        """Let a paused sandbox run.
+
+        Raises:
+            wire.RequestError: it has no process (`not_running`), or stays paused.
+        """
+        await self._endings.whole(self._change_pause(self._get(name), self._pausing.resume))
+
+    async def _change_pause(self, sandbox: HostSandbox, change: Callable[[HostSandbox], Awaitable[None]]) -> None:
+        async with sandbox.lock:
+            if not sandbox.running:
+                raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox is being removed, or has been cut off")
+            await change(sandbox)
+
+    async def _settle_pause(self, sandbox: HostSandbox) -> None:
+        with contextlib.suppress(wire.RequestError):  # the next list compares again
+            await self._change_pause(sandbox, self._pausing.settle)
+
     async def remove(self, name: str) -> tuple[str, ...]:
         """Remove a sandbox. Return what is left of it. An unknown sandbox can still have a container."""
         sandbox = self._known.get(name)
@@ -601,6 +634,8 @@ class Sandboxes:
         """
         known = {sandbox.container} if sandbox.container is not None else set()
         left = []
+        for container in known:
+            await self._pausing.end(container)
         try:
             known |= {container for container, _ in await self._docker.ours(sandbox.id)}
             for container in known:
@@ -627,7 +662,12 @@ class Sandboxes:
         with contextlib.suppress(DockerError):  # then Docker is asked for each container
             running = await self._docker.running()
         known = list(self._known.values())
-        return tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
+        states = tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
+        for sandbox, state in zip(known, states, strict=True):
+            by_docker = state.state is HostState.PAUSED and sandbox.container not in running
+            if sandbox.running and not sandbox.lock.locked() and self._pausing.differs(sandbox, by_docker=by_docker):
+                self._begin(self._settle_pause(sandbox), f"pause-{sandbox.id}")
+        return states
 
     async def inspect(self, name: str) -> Inspected:
         """Return the state of one sandbox and its network namespaces."""

@@ -45,6 +45,7 @@ _CONFIGURE_SECONDS = 20.0
 _END_SECONDS = 5.0
 _PAGE = 4096
 _RECONNECT_SECONDS = 5.0
+_PAUSE_SECONDS = 5.0
 _CHANNELS = {"auditd": worker.ChannelName.AUDIT, "vaultd": worker.ChannelName.VAULT}
 
 _log = logging.getLogger(__name__)
@@ -152,6 +153,22 @@ class WorkerProcess:
             await within(self.pid, _RECONNECT_SECONDS, self.control.tell(worker.Guarded(), fds=[pidfd]))
         except (ConnectionError, TimeoutError):
             self.kill()
+
+    async def pause(self) -> None:
+        """Let it end all flows and forward nothing more, and wait until it has.
+
+        Raises:
+            wire.RemoteError, ConnectionError, TimeoutError: it may still forward; end it.
+        """
+        await within(self.pid, _PAUSE_SECONDS, self.control.ask(worker.Pause(), timeout=None))
+
+    async def resume(self) -> None:
+        """Let it forward again.
+
+        Raises:
+            wire.RemoteError, ConnectionError, TimeoutError: it may not forward; end it.
+        """
+        await within(self.pid, _PAUSE_SECONDS, self.control.ask(worker.Resume(), timeout=None))
 
     async def ended(self) -> None:
         """Wait until it has ended, or hangs."""

@@ -28,6 +28,7 @@ class Code(StrEnum):
 
     # the present state
     BUSY = "busy"
+    NOT_RUNNING = "not_running"  # no process of the sandbox is left
     FULL = "full"
     RATE_LIMITED = "rate_limited"
     UNAVAILABLE = "unavailable"  # a part that the request needs does not answer

@@ -9,6 +9,7 @@
 - The numbers of queries under way, of TCP connections and of queries per connection are limited, and all waits have
   deadlines. Above a limit a UDP query is dropped and a TCP connection is closed. A TCP connection is also closed after
   the answer to a query of a flood.
+- While the sandbox is paused, UDP queries are dropped, and TCP queries wait for the resume.
 - A malformed query or a failing socket does not end the service.
 """
 
@@ -114,6 +115,8 @@ class DnsServer:
             except OSError as error:
                 _log.warning("cannot read from the DNS socket: %s", type(error).__name__)
                 return
+            if not self._state.moving.is_set():
+                continue
             verdict = self._judge(data, PATIENCE)
             if isinstance(verdict, Drop) or len(self._in_flight) >= _MAX_IN_FLIGHT:
                 continue
@@ -214,6 +217,7 @@ class DnsServer:
                         data = await _message(peer)
                     if data is None:
                         return
+                    await self._state.moving.wait()
                     verdict = self._judge(data, 0.0)
                     if not isinstance(verdict, QueryAnswer | Resolve):
                         return

@@ -160,6 +160,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
         vaultd=vaultd,
         policies=policies,
         journal=journal,
+        locks=locks,
         clock=clock,
         expiry_changed=expiry_changed,
     )

@@ -122,7 +122,7 @@ class EgressApi:
         return self._vault_part(request, path.removeprefix("/credential-vault/"))
 
     async def _health(self, sandbox: Sandbox) -> EgressAnswer:
-        if sandbox.state is not State.RUNNING or sandbox.reason == "GATEWAY_DOWN":
+        if sandbox.state not in (State.RUNNING, State.PAUSED) or sandbox.reason == "GATEWAY_DOWN":
             return text(503, "mitmproxy not ready")
         try:
             await self._hostd.ping()

@@ -4,6 +4,7 @@
   client that disconnects ends the request on the sandbox's side too.
 - Connections are counted per sandbox, with the idle ones to its execd. One sandbox cannot use the share of another.
 - A request is sent once. Each request to another port than execd's gets its own connection.
+- A call into a paused sandbox is refused (409). A call that began before rests until the resume.
 - Port 18080 never reaches a sandbox: `egress_api` answers it.
 - No API key is needed (the ports' own tokens are), and none is forwarded: see `proxy_headers`. Wrong tokens are counted
   here, also those for execd, which refuses them itself.
@@ -34,7 +35,7 @@ from lifecycle.proxy.headers import EGRESS_PORT, EXECD_PORT, RENEW_HEADER, to_cl
 from lifecycle.proxy.idle_pool import IdlePool
 from lifecycle.proxy.ingress import WayIn, dial, dial_patiently, patience
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.registry import Sandbox
+from lifecycle.sandboxes.registry import Sandbox, State
 from lifecycle.sandboxes.rows import Rows
 
 type Scope = MutableMapping[str, Any]
@@ -138,7 +139,7 @@ class Proxy:
         """Find the target of a request, and check whether the caller may use it.
 
         Raises:
-            ApiError: unknown sandbox, no port, no secure access, or too many wrong tokens.
+            ApiError: unknown or paused sandbox, no port, no secure access, or too many wrong tokens.
         """
         digits = match["port"]
         if not digits.isdigit() or len(digits) > 8 or digits.lstrip(b"0") not in (digits, b""):
@@ -155,6 +156,8 @@ class Proxy:
         if port == EXECD_PORT:
             token = headers.get(EXECD_HEADER, "")  # execd answers a wrong token with its own text.
             caller.proves(self.tokens.claim(Purpose.EXECD, row.id, token), self.keys.claim(token))
+        if port != EGRESS_PORT:
+            _refuse_paused(row)
         if headers.get(RENEW_HEADER) != "skip":
             await self._renew(row)
         return Target(caller, row, port, match["prefix"], match["path"] or b"")
@@ -276,9 +279,10 @@ class Proxy:
         wait = patience(row, port, self.clock())
         try:
             return Connection(await dial_patiently(self.way, row.id, port, wait), self._turns)
-        except TimeoutError:
-            raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
-        except OSError:
+        except OSError as error:
+            _refuse_paused(await self.rows.get(row.id))  # the row may be older than the pause
+            if isinstance(error, TimeoutError):
+                raise ApiError(504, "BACKEND_TIMEOUT", "The sandbox did not answer in time.") from None
             message = f"Nothing answers on port {port} of the sandbox."
             raise ApiError(502, "BACKEND_CONNECTION_FAILED", message) from None
 
@@ -464,6 +468,16 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
             return None
         if not message.get("more_body"):
             return bytes(body)
+
+
+def _refuse_paused(row: Sandbox) -> None:
+    """Refuse a call into a paused sandbox.
+
+    Raises:
+        ApiError: 409.
+    """
+    if row.state in (State.PAUSING, State.PAUSED):
+        raise ApiError(409, "DOCKER::SANDBOX_NOT_RUNNING", f"Sandbox is {row.state}. Resume it before you call it.")
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -11,6 +11,10 @@ class Locks:
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
+    def is_held(self, sandbox: str) -> bool:
+        """Return whether a task holds the lock of a sandbox or waits for it."""
+        return sandbox in self._locks
+
     @contextlib.asynccontextmanager
     async def hold(self, sandbox: str) -> AsyncIterator[None]:
         """Hold the lock of a sandbox. Every change of the sandbox needs it."""

@@ -3,6 +3,8 @@
 - All writes to one sandbox are serial (`locks`).
 - The control plane records its own changes in the audit log before it makes them. Only a removal does not wait for its
   record: a refused removal would leave more processes running, not fewer.
+- hostd decides whether a sandbox is paused. The row follows: it is written after hostd's answer, and the observer
+  corrects it.
 - A sandbox that cannot be removed at once stays as a row `Stopping`. The reaper retries until it is removed.
 
 This module does not use HTTP. Refusals are `ApiError`s because the contract defines their codes.
@@ -25,6 +27,9 @@ from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.rows import Rows
 from wire.ids import SANDBOX_ID
+
+_GONE = frozenset({wire.Code.NOT_RUNNING, wire.Code.UNKNOWN_SANDBOX})
+_ENDED = "The sandbox has ended."
 
 _log = logging.getLogger(__name__)
 
@@ -184,16 +189,60 @@ class Orchestrator:
             self._clock.follow(moved)
 
     async def pause(self, sandbox: str) -> None:
-        """Refuse to pause a running sandbox, because hostd has no such operation."""
-        await self._not_offered(sandbox, "pause", State.RUNNING, "SANDBOX_NOT_RUNNING")
+        """Freeze a running sandbox. On return none of its processes runs, and its gateway forwards nothing.
+
+        The row is `Pausing` meanwhile, so that no call gets into the sandbox any more. If the caller leaves, or hostd
+        or the registry does not answer, the observer sets the row to what hostd reports.
+
+        Raises:
+            ApiError: 404, 409 if it does not run, 500 if it cannot be paused, 503 without the audit log.
+        """
+        async with self._locks.hold(sandbox):
+            row = await self._in_state(sandbox, State.RUNNING, "DOCKER::SANDBOX_NOT_RUNNING")
+            await self._journal.record("lifecycle.pause", "info", sandbox=sandbox)
+            await self._move(row, State.PAUSING, "CONTAINER_PAUSING", "The sandbox is being paused.")
+            try:
+                await self._hostd.pause(sandbox)
+            except wire.RemoteError as error:
+                await self._move(row, row.state, row.reason, row.message)
+                if error.code in _GONE:
+                    raise ApiError(409, "DOCKER::SANDBOX_NOT_RUNNING", _ENDED) from None
+                raise _failed("SANDBOX_PAUSE_FAILED", sandbox, "paused", error) from None
+            except Unreachable as error:
+                raise _failed("SANDBOX_PAUSE_FAILED", sandbox, "paused", error) from None
+            await self._move(row, State.PAUSED, "CONTAINER_PAUSED", "The sandbox is paused.")
 
     async def resume(self, sandbox: str) -> None:
-        """Refuse to resume a paused sandbox, because hostd has no such operation."""
-        await self._not_offered(sandbox, "resume", State.PAUSED, "SANDBOX_NOT_PAUSED")
+        """Let a paused sandbox run. On return it runs.
 
-    async def _not_offered(self, sandbox: str, op: str, before: State, wrong: str) -> None:
-        """This operation does nothing, so it writes no record."""
+        Raises:
+            ApiError: 404, 409 if it is not paused, 500 if it cannot be resumed, 503 without the audit log.
+        """
+        async with self._locks.hold(sandbox):
+            row = await self._in_state(sandbox, State.PAUSED, "DOCKER::SANDBOX_NOT_PAUSED")
+            await self._journal.record("lifecycle.resume", "info", sandbox=sandbox)
+            try:
+                await self._hostd.resume(sandbox)
+            except wire.RemoteError as error:
+                if error.code in _GONE:
+                    raise ApiError(409, "DOCKER::SANDBOX_NOT_PAUSED", _ENDED) from None
+                raise _failed("SANDBOX_RESUME_FAILED", sandbox, "resumed", error) from None
+            except Unreachable as error:
+                raise _failed("SANDBOX_RESUME_FAILED", sandbox, "resumed", error) from None
+            await self._move(row, State.RUNNING, "CONTAINER_RUNNING", "Sandbox container started successfully.")
+
+    async def _in_state(self, sandbox: str, state: State, code: str) -> Sandbox:
         row = await self._rows.get(sandbox)
-        if row.state is not before:
-            raise ApiError(409, f"DOCKER::{wrong}", f"Sandbox is {row.state}, not {before}.")
-        raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", f"This server cannot {op} sandboxes.")
+        if row.state is not state:
+            raise ApiError(409, code, f"Sandbox is {row.state}, not {state}.")
+        return row
+
+    async def _move(self, row: Sandbox, state: State, reason: str, message: str) -> None:
+        now = self._clock()
+        if await self._registry.update(row.id, lambda current: current.moved(state, reason, message, now)) is None:
+            raise unknown_sandbox(row.id)
+
+
+def _failed(code: str, sandbox: str, done: str, error: Unreachable | wire.RemoteError) -> ApiError:
+    _log.warning("%s could not be %s: %s", sandbox, done, error)
+    return ApiError(500, f"DOCKER::{code}", f"Sandbox could not be {done}: {explained(error)}.")

@@ -28,6 +28,7 @@ from lifecycle.egress.changes import Egress
 from lifecycle.egress.policies import Policies
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.journal import Journal
+from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.transaction import Creations
@@ -43,7 +44,10 @@ APPLY_SECONDS = 2.0
 """Seconds for which the observer waits for policies to be applied. A slower application continues in the background."""
 _APPLYING = 32
 _PARALLEL = 4
-_LIVE = (State.RUNNING, State.PAUSED)
+_SETTLED = (State.RUNNING, State.PAUSING, State.PAUSED, State.TERMINATED, State.FAILED)
+"""The states in which a row takes over hostd's. A pause in progress holds the sandbox's lock; else `Pausing` is what an
+interrupted one left."""
+_LIVE = (State.RUNNING, State.PAUSING, State.PAUSED)
 
 _log = logging.getLogger(__name__)
 
@@ -143,10 +147,12 @@ class Observer:
         vaultd: Vaultd,
         policies: Policies,
         journal: Journal,
+        locks: Locks,
         clock: Clock,
         expiry_changed: asyncio.Event,
     ) -> None:
         self._orchestrator = orchestrator
+        self._locks = locks
         self._creations = creations
         self._registry = registry
         self._hostd = hostd
@@ -177,7 +183,7 @@ class Observer:
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
             elif row.id not in there and row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), now)
+                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), began, now)
             elif row.state in _LIVE:
                 await self._registry.update(row.id, lambda current: replace(current, policy_digest=""))
         for sandbox in there - rows.keys():
@@ -277,23 +283,23 @@ class Observer:
             if row.state is State.PENDING:
                 await self._abandoned(row, now)
             elif row.id in there:
-                await self._seen(row.id, there[row.id], now)
+                await self._seen(row.id, there[row.id], began, now)
             elif row.state in _LIVE and row.changed_at < began:
-                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), now)
+                await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), began, now)
             other = row.id in there and there[row.id].policy not in ("", row.policy_digest)
-            if row.state is State.RUNNING and other and not self._egress.unsettled(row):
+            if row.state in _LIVE and other and not self._egress.unsettled(row):
                 differing.append(row.id)
         await self._apply(dict.fromkeys(differing, self._egress.reconcile))
 
-    async def _seen(self, sandbox: str, described: HostSandboxState, now: float) -> None:
+    async def _seen(self, sandbox: str, described: HostSandboxState, began: float, now: float) -> None:
+        """Take over a state that hostd was asked for at `began`. A later change of the row is newer than it."""
         seen = condition(described)
-        if seen is None:
+        if seen is None or self._locks.is_held(sandbox):
             return
         state, reason, message = seen
 
         def change(row: Sandbox) -> Sandbox:
-            settled = (State.RUNNING, State.PAUSED, State.TERMINATED, State.FAILED)
-            if row.state not in settled or (row.state, row.reason) == (state, reason):
+            if row.state not in _SETTLED or row.changed_at >= began or (row.state, row.reason) == (state, reason):
                 return row
             return row.moved(state, reason, message, now)
 

@@ -355,6 +355,10 @@ class Docker:
         """Start a created container."""
         await self._run(lambda: self._api.start(container))
 
+    async def unpause(self, container: str) -> None:
+        """Undo a `docker pause` of another program."""
+        await self._run(lambda: self._api.unpause(container))
+
     async def state(self, container: str) -> ContainerState | None:
         """Return the container's state, None if there is no such container.
 

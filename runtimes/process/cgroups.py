@@ -42,7 +42,7 @@ class Hierarchies:
     roots: tuple[Path, ...]
 
 
-def _mounts(mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
+def controller_mounts(mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
     """Return the mount point of cgroup v2, and that of each controller of v1."""
     unified: Path | None = None
     legacy: dict[str, Path] = {}
@@ -62,7 +62,7 @@ def find(mountinfo: str) -> Hierarchies:
     Raises:
         OSError: a controller that workers need is not mounted.
     """
-    unified, legacy = _mounts(mountinfo)
+    unified, legacy = controller_mounts(mountinfo)
     found = {legacy[name] for name in _CONTROLLERS if name in legacy}
     if legacy.keys() >= set(_CONTROLLERS):
         return Hierarchies(1, tuple(sorted(found)))
@@ -213,7 +213,8 @@ class Processor:
     """
 
     def __init__(self, cgroups: "Cgroups", mountinfo: str | None = None) -> None:
-        unified, legacy = _mounts(Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo)
+        table = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+        unified, legacy = controller_mounts(table)
         self._version = cgroups.hierarchies.version
         self._parent = cgroups.parent
         points = (unified, unified) if self._version == 2 else (legacy.get("cpu"), legacy.get("cpuacct"))
@@ -227,7 +228,7 @@ class Processor:
         Raises:
             OSError, ValueError: it has no group, or not a readable one.
         """
-        group = _present(self._times, container)
+        group = container_group(self._times, container)
         if self._version == 1:
             return int((group / "cpuacct.usage").read_text()) / 1e9
         fields = dict(line.split(" ", 1) for line in (group / "cpu.stat").read_text().splitlines())
@@ -240,11 +241,16 @@ class Processor:
             OSError: it could not be set for both.
         """
         file, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
-        for group in (_present(self._weights, container), self._weights / self._parent / worker):
+        for group in (container_group(self._weights, container), self._weights / self._parent / worker):
             (group / file).write_text(str(round(usual * share)))
 
 
-def _present(point: Path, container: str) -> Path:
+def container_group(point: Path, container: str) -> Path:
+    """Return the group of a container below a mount point of control groups.
+
+    Raises:
+        FileNotFoundError: it has none.
+    """
     for name in _of_container(container):
         if (point / name).is_dir():
             return point / name

@@ -108,6 +108,8 @@ HOSTD = (
     _ask("an unknown sandbox", hostd.Inspect(OTHER), "unknown_sandbox"),
     _ask("the removal of an unknown sandbox", hostd.Remove(OTHER), {"residue"}),
     _ask("a policy for an unknown sandbox", hostd.Configure(OTHER, "{}", False), "unknown_sandbox"),
+    _ask("the pause of an unknown sandbox", hostd.Pause(OTHER), "unknown_sandbox"),
+    _ask("the resume of an unknown sandbox", hostd.Resume(OTHER), "unknown_sandbox"),
     _step("a launch of nothing", "launch", "invalid"),
 )
 

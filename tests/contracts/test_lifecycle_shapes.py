@@ -9,12 +9,18 @@ from typing import Any
 import httpx
 import pytest
 from standins import IMAGE, KEY, World, world
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
+import wire
 from lifecycle.api import app
 from lifecycle.api.credentials import digest
+from lifecycle.api.errors import ApiError
 from wire.api.states import HostState
 
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
+OPEN = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
+PAUSES = ("lifecycle.pause", "lifecycle.resume")
 
 
 def nulls(value: Any) -> bool:
@@ -394,23 +400,121 @@ async def test_metadata_patch(server: World) -> None:
         assert {"b": "2", "c": "3"} == (await client.get(f"/v1/sandboxes/{name}")).json()["metadata"]
 
 
-async def test_pause_and_resume_are_not_offered_and_leave_no_record(server: World) -> None:
-    """The answer is 501, the state stays, and the log has no record of an operation that is not carried out."""
+async def test_pause_and_resume(server: World) -> None:
+    """202 without a body, and the state is there with the answer. In any other state 409, and no record."""
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json={**BODY, "timeout": 3600})).json()["id"]
+        path = f"/v1/sandboxes/{name}"
+
+        async def shown() -> dict[str, Any]:
+            answer: dict[str, Any] = (await client.get(path)).json()
+            return answer
+
+        before = await shown()
+        for op in ("pause", "resume"):
+            assert (404, "DOCKER::SANDBOX_NOT_FOUND") == _coded(await client.post(f"/v1/sandboxes/sbx-{'0' * 24}/{op}"))
+        assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"{path}/resume"))
+        assert [] == [item["kind"] for item in server.auditd.records if item["kind"] in PAUSES]
+
+        answer = await client.post(f"{path}/pause")
+        assert (202, b"") == (answer.status_code, answer.content)
+        paused = await shown()
+        assert ("Paused", "CONTAINER_PAUSED") == (paused["status"]["state"], paused["status"]["reason"])
+        assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.post(f"{path}/pause"))
+        assert 1 == (await client.get("/v1/sandboxes?state=paused")).json()["pagination"]["totalItems"]
+
+        answer = await client.post(f"{path}/resume")
+        assert (202, b"") == (answer.status_code, answer.content)
+        resumed = await shown()
+        assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"{path}/resume"))
+    assert "Running" == resumed.pop("status")["state"]
+    before.pop("status"), paused.pop("status")
+    assert before == paused == resumed
+    assert [("lifecycle.pause", name), ("lifecycle.resume", name)] == [
+        (item["kind"], item["sandbox"]) for item in server.auditd.records if item["kind"] in PAUSES
+    ]
+
+
+async def test_a_paused_sandbox_is_not_called(server: World) -> None:
+    """HTTP gets 409, a WebSocket the close code of a refusal. Endpoints and the egress API are as before."""
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        path = f"/v1/sandboxes/{name}"
+        assert 200 == (await client.get(f"{path}/proxy/8000/hello")).status_code
+        assert 202 == (await client.post(f"{path}/pause")).status_code
+        for port in (8000, 44772):
+            assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.get(f"{path}/proxy/{port}/hello"))
+            assert 200 == (await client.get(f"{path}/endpoints/{port}")).status_code
+        async with connect(f"ws://127.0.0.1:{server.port}{path}/proxy/8000/ws", proxy=None) as socket:
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+        assert closed.value.rcvd is not None
+        assert 1008 == closed.value.rcvd.code
+        place = (await client.get(f"{path}/endpoints/18080")).json()
+        policy = await client.get(f"http://{place['endpoint']}/policy", headers=place["headers"])
+        assert 200 == policy.status_code
+        assert 200 == (await client.put(f"{path}/networkpolicy", json=OPEN)).status_code
+        assert 202 == (await client.post(f"{path}/resume")).status_code
+        assert 200 == (await client.get(f"{path}/proxy/8000/hello")).status_code
+        assert OPEN["egress"] == (await client.get(f"{path}/networkpolicy")).json()["policy"]["egress"]
+
+
+async def test_a_request_that_is_older_than_a_pause_gets_409(server: World) -> None:
+    """It read the row before the pause, and the gateway refuses its connection after it."""
+    assert server.server is not None
+    proxy = server.server.edge.proxy
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        row = await server.server.registry.get(name)
+        assert row is not None
+        assert 202 == (await client.post(f"/v1/sandboxes/{name}/pause")).status_code
+    with pytest.raises(ApiError) as refused:
+        await proxy._connect(row, 8000)
+    assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == (refused.value.status, refused.value.code)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (wire.Code.NOT_RUNNING, 409, {"pause": "SANDBOX_NOT_RUNNING", "resume": "SANDBOX_NOT_PAUSED"}),
+        (wire.Code.HOST, 500, {"pause": "SANDBOX_PAUSE_FAILED", "resume": "SANDBOX_RESUME_FAILED"}),
+    ],
+)
+async def test_a_refused_pause_or_resume_changes_nothing(
+    code: wire.Code, status: int, said: dict[str, str], server: World
+) -> None:
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        path = f"/v1/sandboxes/{name}"
+        for op, state in (("pause", "Running"), ("resume", "Paused")):
+            server.hostd.fail[op] = wire.RequestError(code, "no")
+            assert (status, f"DOCKER::{said[op]}") == _coded(await client.post(f"{path}/{op}"))
+            assert state == (await client.get(path)).json()["status"]["state"]
+            server.hostd.fail.clear()
+            assert 202 == (await client.post(f"{path}/{op}")).status_code
+
+
+async def test_without_the_log_nothing_is_paused_or_resumed(server: World) -> None:
+    async with server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
+        for op in ("pause", "resume"):
+            server.auditd.fail["record"] = wire.RequestError(wire.Code.UNAVAILABLE, "no")
+            refused = await client.post(f"/v1/sandboxes/{name}/{op}")
+            assert (503, "AUDIT::UNAVAILABLE") == _coded(refused)
+            assert [] == server.hostd.named(op)
+            server.auditd.fail.clear()
+            assert 202 == (await client.post(f"/v1/sandboxes/{name}/{op}")).status_code
+
+
+async def test_a_container_that_another_program_paused_can_be_resumed(server: World) -> None:
     assert server.server is not None
     async with server.client() as client:
         name = (await client.post("/v1/sandboxes", json=BODY)).json()["id"]
-        recorded = list(server.auditd.records)
-        for op in ("pause", "resume"):
-            assert 404 == (await client.post(f"/v1/sandboxes/sbx-{'0' * 24}/{op}")).status_code
-        assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
-        assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
         server.hostd.change(name, state=HostState.PAUSED)  # for example by Docker's own command
         await server.server.observer.observe()
         assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(await client.post(f"/v1/sandboxes/{name}/pause"))
-        assert (501, "SANDBOX::API_NOT_SUPPORTED") == _coded(await client.post(f"/v1/sandboxes/{name}/resume"))
-        assert "Paused" == (await client.get(f"/v1/sandboxes/{name}")).json()["status"]["state"]
-    assert recorded == server.auditd.records
-    assert [] == server.hostd.named("pause") + server.hostd.named("resume")
+        assert 202 == (await client.post(f"/v1/sandboxes/{name}/resume")).status_code
+        assert HostState.RUNNING is server.hostd.sandboxes[name].state
 
 
 async def test_metrics_events(server: World) -> None:

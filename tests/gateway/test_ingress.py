@@ -23,6 +23,7 @@ class Way:
 
     path: str
     config: GatewayConfig | None = CONFIG
+    moving: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
     steps: list[str] = field(default_factory=list)
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Way:
 @pytest.fixture
 async def way(tmp_path) -> AsyncIterator[Way]:
     made = Way(str(tmp_path / "in"))
+    made.moving.set()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(made.path)
     listener.listen()
@@ -112,3 +114,27 @@ async def test_the_address_is_that_of_the_configuration_in_force(way: Way, insid
     way.config = replace(CONFIG, constants=replace(CONFIG.constants, inside=IPv4Address("127.0.0.2")))
     assert REFUSED == await way.ask(inside.to_bytes(2, "big"))
     assert [{"address": "127.0.0.2", "port": inside}] == [fields for _, _, fields in way.records]
+
+
+async def test_a_paused_sandbox_is_not_dialled(way: Way, inside: int) -> None:
+    way.moving.clear()
+    assert REFUSED == await way.ask(inside.to_bytes(2, "big"))
+    assert [] == way.steps
+    way.moving.set()
+    assert CONNECTED + b"x" == await way.ask(inside.to_bytes(2, "big"), b"x")
+
+
+async def test_an_existing_connection_rests_during_a_pause(way: Way, inside: int) -> None:
+    """No byte moves until the resume, and then every byte arrives."""
+    reader, writer = await asyncio.open_unix_connection(way.path)
+    writer.write(inside.to_bytes(2, "big"))
+    assert CONNECTED == await reader.readexactly(1)
+    way.moving.clear()
+    writer.write(b"held")
+    writer.write_eof()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):  # a longer wait only makes the test stronger
+            await reader.read(1)
+    way.moving.set()
+    assert b"held" == await reader.read()
+    writer.close()

@@ -22,6 +22,7 @@ from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.registry import Sandbox, State
 from policy.api import parse_network_policy
 from policy.selection import Selection
+from wire.api.states import HostState
 
 POLICY, WALLET = "/networkpolicy", "/proxy/18080/credential-vault"
 OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
@@ -109,7 +110,9 @@ async def wrong(place: Place) -> list[str]:
     assert place.server is not None
     hostd, vaultd = place.world.hostd, place.world.vaultd
     rows = await place.rows()
-    found = [f"{name} is {row.state}" for name, row in rows.items() if row.state is not State.RUNNING]
+    paused = {name for name, there in hostd.sandboxes.items() if there.state is HostState.PAUSED}
+    states = {name: State.PAUSED if name in paused else State.RUNNING for name in rows}
+    found = [f"{name} is {row.state}" for name, row in rows.items() if row.state is not states[name]]
     for where, names in (("host", hostd.sandboxes), ("vault", vaultd.grants), ("vault's values", vaultd.inline)):
         found += [f"{where} and registry differ in {name}" for name in names.keys() ^ rows.keys()]
     for name, row in rows.items():

@@ -152,6 +152,10 @@ class StandInHostd(StandIn):
                 return parameters(await self._launch(request))
             case hostd.Configure():
                 return parameters(await self.configure(request))
+            case hostd.Pause(sandbox):
+                self._freeze(sandbox, HostState.PAUSED)
+            case hostd.Resume(sandbox):
+                self._freeze(sandbox, HostState.RUNNING)
             case hostd.Remove(sandbox):
                 await self._remove(sandbox)
                 return parameters(hostd.Removed(()))
@@ -163,6 +167,7 @@ class StandInHostd(StandIn):
                 return parameters(hostd.Listed(tuple(self.sandboxes.values())))
             case _:
                 raise wire.RequestError(wire.Code.FORBIDDEN, op)
+        return {}
 
     async def _launch(self, launch: hostd.Launch) -> hostd.PolicyInForce:
         try:
@@ -176,6 +181,13 @@ class StandInHostd(StandIn):
         self.listeners[name] = await asyncio.start_unix_server(self._ingress, path)
         self.sandboxes[name] = hostd.HostSandboxState(name, HostState.RUNNING, worker_pid=1)
         return hostd.PolicyInForce(policy["digest"])
+
+    def _freeze(self, sandbox: str, state: HostState) -> None:
+        if sandbox not in self.sandboxes:
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
+        if self.sandboxes[sandbox].state not in (HostState.RUNNING, HostState.PAUSED):
+            raise wire.RequestError(wire.Code.NOT_RUNNING, "no process of the sandbox is left")
+        self.change(sandbox, state=state)
 
     async def configure(self, request: hostd.Configure) -> hostd.PolicyInForce:
         """Put a policy in force, or refuse it. Tests replace this method."""
@@ -214,7 +226,7 @@ class StandInHostd(StandIn):
         task.add_done_callback(self._relays.discard)
         port = int.from_bytes(await reader.readexactly(2), "big")
         self.ports.append(port)
-        if port == 9 or self.refusals > 0:
+        if port == 9 or self.refusals > 0 or any(one.state is HostState.PAUSED for one in self.sandboxes.values()):
             self.refusals = max(0, self.refusals - 1)
             writer.write(b"\x01")
             writer.close()

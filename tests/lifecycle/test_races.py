@@ -180,3 +180,73 @@ async def test_a_database_that_fails_for_a_while_stops_no_task(place: Place) -> 
     place.injector.out.clear()
     assert await _gone(place, name)
     assert [] == await settled(place)
+
+
+async def test_pauses_resumes_changes_renewals_and_a_removal_at_once(place: Place) -> None:
+    """No answer is 5xx, each pause and resume that was answered was one, and nothing remains."""
+    name = await create(place, vault=True)
+    later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    turns = [place.http("POST", f"/{name}/{op}") for op in ("pause", "resume") * 6]
+    changes = [place.http("PATCH", f"/{name}{POLICY}", NEW["egress"][1:]) for _ in range(5)]
+    renewals = [place.http("POST", f"/{name}/renew-expiration", {"expiresAt": later}) for _ in range(3)]
+    answers = await asyncio.gather(*turns, *changes, *renewals)
+    assert {200, 202, 409} >= {answer.status_code for answer in answers}
+    done = [answer.status_code for answer in answers[: len(turns)]].count(202)
+    assert done == len(place.world.hostd.named("pause") + place.world.hostd.named("resume"))
+    assert [] == await settled(place)
+
+    answers = await asyncio.gather(
+        place.http("POST", f"/{name}/pause"), place.http("DELETE", f"/{name}"), place.http("POST", f"/{name}/resume")
+    )
+    assert 204 == answers[1].status_code
+    assert {202, 404, 409} >= {answers[0].status_code, answers[2].status_code}
+    assert ([], {}) == (await settled(place), await place.rows())
+
+
+async def test_a_paused_sandbox_expires(place: Place) -> None:
+    assert place.server is not None
+    name = await create(place, vault=True)
+    assert 202 == (await place.http("POST", f"/{name}/pause")).status_code
+    place.world.offset = 7200
+    assert 404 == (await place.http("POST", f"/{name}/resume")).status_code
+    place.server.reaper.wake()
+    assert await _gone(place, name)
+    assert [] == await settled(place)
+
+
+async def test_a_list_that_is_older_than_a_pause_does_not_undo_it(place: Place) -> None:
+    """The observer asks hostd before the pause, and gets the answer after it."""
+    assert place.server is not None
+    name = await create(place, vault=False)
+    observer = place.server.observer
+    before = place.world.hostd.sandboxes[name]
+    began = place.server.context.orchestrator._clock()
+    assert 202 == (await place.http("POST", f"/{name}/pause")).status_code
+    await observer._seen(name, before, began, began)
+    assert State.PAUSED is (await place.rows())[name].state
+    async with place.server.context.orchestrator._locks.hold(name):
+        await observer._seen(name, before, began + 3600, began + 3600)
+    assert State.PAUSED is (await place.rows())[name].state
+
+
+async def test_what_a_pause_that_was_interrupted_left_becomes_what_there_is(place: Place) -> None:
+    """The row says `Pausing`, for example after a kill. hostd decides whether the sandbox is paused."""
+    assert place.server is not None
+    for paused in (False, True):
+        name = await create(place, vault=False)
+        if paused:
+            await place.server.context.orchestrator._hostd.pause(name)
+        await place.server.registry.update(
+            name, lambda row: row.moved(State.PAUSING, "CONTAINER_PAUSING", "", row.changed_at)
+        )
+        assert [] == await settled(place)
+        assert (State.PAUSED if paused else State.RUNNING) is (await place.rows())[name].state
+
+
+async def test_a_document_that_changes_during_a_pause_is_in_force(ruled: Place) -> None:
+    name = (await ruled.http("POST", "", NAMED)).json()["id"]
+    assert 202 == (await ruled.http("POST", f"/{name}/pause")).status_code
+    await _document(ruled, TIGHT)
+    assert [] == await settled(ruled)
+    assert "two.example.org" in _hosts(ruled, name)
+    assert State.PAUSED is (await ruled.rows())[name].state

@@ -115,10 +115,12 @@ async def _worker(order: dict[str, Any]) -> None:
     os.setresuid(order["uid"], order["uid"], order["uid"])
     policy: dict[str, Any] = {}
     channels: list[str] = []
+    moving = asyncio.Event()
+    moving.set()
 
     async def handle(
         _client: wire.Client,
-        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded,
+        request: worker.Beat | worker.Configure | worker.Rebind | worker.Guarded | worker.Pause | worker.Resume,
         fds: list[int],
     ) -> worker.Pulse | worker.Confirmed | None:
         close_all(fds)
@@ -131,6 +133,10 @@ async def _worker(order: dict[str, Any]) -> None:
                 return worker.Confirmed(configure(request))
             case worker.Guarded():
                 channels.append("guard")
+            case worker.Pause():
+                moving.clear()
+            case worker.Resume():
+                moving.set()
             case worker.Rebind(channel):
                 if policy.get("deaf"):
                     raise wire.RequestError(wire.Code.FORBIDDEN, "told to be deaf")
@@ -150,6 +156,7 @@ async def _worker(order: dict[str, Any]) -> None:
         return str(given["digest"])
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await moving.wait()
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
         port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
         note = policy.get("note")

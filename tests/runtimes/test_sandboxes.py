@@ -8,7 +8,9 @@ import pytest
 
 import wire
 from runtimes.operator import Operator
+from runtimes.pausing import Pausing
 from runtimes.process.cgroups import Cgroups, Hierarchies
+from runtimes.process.freezer import Freezer
 from runtimes.records import RecordStore
 from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
@@ -73,6 +75,7 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
         compiler,
         beyond,
         groups,
+        Pausing(Freezer(""), beyond),
         RecordStore(tmp_path / "records"),
         Rings(tmp_path / "rings"),
     )

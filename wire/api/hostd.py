@@ -11,7 +11,7 @@ from typing import Final
 
 from wire.api.states import HostState
 from wire.ids import check_digest, check_sandbox
-from wire.operations import Operations, Request
+from wire.operations import Done, Operations, Request
 
 MOST_TEXT: Final = 128 * 1024
 """The longest argument and the longest value of a variable, in characters."""
@@ -171,6 +171,30 @@ class Configure(Request[PolicyInForce]):
 
 
 @dataclass(frozen=True, slots=True)
+class Pause(Request[Done]):
+    """Freeze a sandbox. On the answer none of its processes runs, and its gateway forwards nothing.
+
+    A paused sandbox is no error. A sandbox without a process is refused (`not_running`). After another refusal the
+    sandbox runs.
+    """
+
+    sandbox: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Request[Done]):
+    """Let a paused sandbox run again. A sandbox that is not paused is no error. After a refusal it is paused."""
+
+    sandbox: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """What is left of a sandbox, as sentences for a log. Empty is the good case."""
 
@@ -278,4 +302,4 @@ def _within(number: int, least: int, most: int, what: str) -> None:
         raise ValueError(f"{what}: from {least} to {most}")
 
 
-OPERATIONS: Final = Operations(Doctor, DescribeImage, Images, Launch, Configure, Remove, List, Inspect)
+OPERATIONS: Final = Operations(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect)

@@ -64,11 +64,21 @@ class Guarded(Notification):
 
 
 @dataclass(frozen=True, slots=True)
+class Pause(Request[Done]):
+    """Forward nothing more: every flow is cut before the answer, and new ones wait for `Resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Request[Done]):
+    """Forward again what policy allows."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestChannel(Request[Done]):
     """Ask for a new channel to a daemon: the former one has ended."""
 
     channel: ChannelName
 
 
-CONTROL: Final = Operations(Beat, Configure, Rebind, Guarded)
+CONTROL: Final = Operations(Beat, Configure, Rebind, Guarded, Pause, Resume)
 ASKED: Final = Operations(RequestChannel)

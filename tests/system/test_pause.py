@@ -1,0 +1,217 @@
+"""A paused sandbox uses no processor time and sends nothing, and goes on as before after its resume.
+
+Judged at the far end by captured frames, and by the kernel's accounts of the container's group. It tests
+`runtimes/pausing.py` and `runtimes/process/freezer.py`.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opensandbox.models.execd import RunCommandOpts
+
+from lifecycle.posture.capture import Capture, Frame
+from runtimes.process.cgroups import Cgroups, Processor
+from runtimes.process.freezer import Freeze, Freezer
+from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet
+from testbed.stack import Stack
+
+pytestmark = pytest.mark.system
+
+SECONDS = 2.0
+"""How long a sandbox is observed while it is paused."""
+_BUSY = f"""
+import http.client, json, socket, ssl, sys, threading, time, urllib.request
+context = ssl.create_default_context()
+def spin():
+    while True:
+        pass
+def ask():
+    number = 0
+    while True:
+        number += 1
+        try:
+            with urllib.request.urlopen(f"https://{API}/v1/poll/{{sys.argv[1]}}/{{number}}", timeout=5) as answer:
+                said = "ok" if json.loads(answer.read()) else "empty"
+        except Exception as error:
+            said = type(error).__name__
+        print(time.time(), said, flush=True)
+        time.sleep(0.02)
+def look_up():
+    while True:
+        try:
+            socket.getaddrinfo("{STATUS}", 443)
+        except OSError:
+            pass
+        time.sleep(0.01)
+def upload():
+    while True:
+        try:
+            sock = socket.create_connection(("{ADDRESSES[SPLICED]}", 443), timeout=5)
+            hello = ssl.MemoryBIO()
+            try:
+                context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="{SPLICED}").do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            order = json.dumps({{"mark": "m" + sys.argv[1], "do": "exchange", "down": 0}}).encode()
+            sock.sendall(hello.read() + order + bytes([10]))
+            while True:
+                sock.sendall(b"x" * 32768)
+                time.sleep(0.02)  # few enough frames for the capture
+        except Exception:
+            time.sleep(0.05)
+for work in (spin, ask, look_up, upload):
+    threading.Thread(target=work).start()
+"""
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Return whether `condition` became true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The lifecycle API, without a client's caches and checks."""
+
+    stack: Stack
+
+    def call(self, method: str, path: str, content: Any = None, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.request(
+            method,
+            f"{self.stack.base}/v1/sandboxes/{path}",
+            json=content,
+            headers={"OPEN-SANDBOX-API-KEY": self.stack.api_key, **named},
+            timeout=60,
+            trust_env=False,
+        )
+
+    def change(self, name: str, op: str) -> tuple[int, str]:
+        """Pause or resume a sandbox; return the status and the state that the next read shows."""
+        answer = self.call("POST", f"{name}/{op}")
+        assert answer.status_code != 202 or b"" == answer.content
+        return answer.status_code, self.state(name)
+
+    def state(self, name: str) -> str:
+        return str(self.call("GET", name).json()["status"]["state"])
+
+    def ping(self, name: str) -> httpx.Response:
+        """Call execd in a sandbox, as each SDK does before its first command."""
+        place = self.call("GET", f"{name}/endpoints/44772").json()
+        return httpx.get(f"http://{place['endpoint']}/ping", headers=place["headers"], timeout=20, trust_env=False)
+
+
+@pytest.fixture(name="api")
+def _api(stack: Stack) -> Api:
+    return Api(stack)
+
+
+@contextmanager
+def sandbox(stack: Stack, runtime: str, **options: Any) -> Iterator[Any]:
+    made = stack.create(runtime, **options)
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.close()
+
+
+@contextmanager
+def busy(stack: Stack, runtime: str) -> Iterator[Any]:
+    """A sandbox that computes, sends requests, looks names up and uploads, all the time."""
+    with sandbox(stack, runtime, policy="splicing") as made:
+        made.files.write_file("/tmp/busy.py", _BUSY)
+        command = f"python3 /tmp/busy.py {made.id} >/tmp/said 2>/tmp/error"
+        made.commands.run(command, opts=RunCommandOpts(background=True))
+        assert until(lambda: len(polls(stack.internet, made.id)) > 3), made.commands.run("tail /tmp/said /tmp/error")
+        yield made
+
+
+def polls(internet: Internet, name: str) -> list[dict[str, Any]]:
+    """Return the sandbox's requests that the API has received."""
+    return [note for note in internet.notes() if f"/v1/poll/{name}/" in str(note.get("target"))]
+
+
+def carries(frame: Frame) -> bool:
+    """Return whether a frame of the workers asks for a connection or a name, or has bytes of a stream."""
+    if frame.source != UP_ADDRESS:
+        return False
+    if frame.protocol == 17:
+        return True
+    header = 14 + (frame.data[14] & 15) * 4
+    total = int.from_bytes(frame.data[16:18], "big")
+    offset = (frame.data[header + 12] >> 4) * 4
+    flags = frame.data[header + 13]
+    return bool(flags & 2) or total - (header - 14) - offset > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The processor time that a container's group, and each process in it, has used."""
+
+    group: float
+    processes: dict[int, tuple[str, str]]
+
+
+def used(container: str) -> Use:
+    freezer = Freezer()
+    processes = {}
+    for pid in freezer._processes(container):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            processes[pid] = (fields[11], fields[12])
+    return Use(Processor(Cgroups("/run/none")).seconds(container), processes)
+
+
+def test_a_paused_sandbox_neither_computes_nor_sends(api: Api, runtime: str, stack: Stack) -> None:
+    """It computes, asks, resolves and uploads until then. After the answer not one byte leaves."""
+    internet = stack.internet
+    with busy(stack, runtime) as made, Capture(internet.path(internet.net), "net0", carries) as capture:
+        name, container = str(made.id), stack.container(made.id)
+        before, policy = used(container), stack.inspect(name).policy
+        control = capture.mark()
+        time.sleep(SECONDS)
+        running = used(container)
+        sent = capture.since(control)
+        assert running.group - before.group > SECONDS / 20
+        assert {ADDRESSES[API], ADDRESSES[SPLICED]} <= {frame.destination for frame in sent}
+
+        began = time.monotonic()
+        assert (202, "Paused") == api.change(name, "pause")
+        took = time.monotonic() - began
+        mark, asked, first = capture.mark(), len(polls(internet, name)), used(container)
+        time.sleep(SECONDS)
+
+        assert [] == capture.since(mark)
+        assert 0 == capture.missed()  # in the whole test
+        assert asked == len(polls(internet, name))
+        assert first == used(container)
+        assert first.processes
+        assert Freeze.FROZEN is Freezer().state(container)
+        paused = stack.inspect(name)
+        assert ("paused", policy) == (paused.state, paused.policy)
+        assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == _coded(api.ping(name))
+
+        began = time.monotonic()
+        assert (202, "Running") == api.change(name, "resume")
+        print(f"{runtime}: pause {took * 1000:.0f} ms, resume {(time.monotonic() - began) * 1000:.0f} ms")
+        assert 200 == api.ping(name).status_code
+        assert until(lambda: len(polls(internet, name)) > asked + 3)
+        assert "done" == made.commands.run("echo done").logs.stdout[0].text.strip()
+        assert (policy, container) == (stack.inspect(name).policy, stack.container(name))
+
+
+def _coded(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, json.loads(answer.content)["code"]
