@@ -22,13 +22,14 @@ from runtimes.engine.docker import Docker, DockerError
 from runtimes.net import netns, slot_pool, slots
 from runtimes.process import supervisor
 from runtimes.process.cgroups import Cgroups
+from runtimes.process.freezer import Freezer
 from wire.api import worker
 
 # These functions only call the steps, or only read. A fault in them is a fault of a step inside, or of none.
 _DRIVERS = frozenset(
     [
         *("_launch", "_make", "_whole", "_ended", "_unmake", "_leave", "_watch", "_respawn", "_get", "_describe"),
-        *("_put_in_force", "_recompile", "_follow"),
+        *("_put_in_force", "_recompile", "_follow", "_change_pause", "_settle_pause"),
     ]
 )
 _PLUMBING = frozenset(["in_thread", "inside", "inode", "list_rules", "unmount", "unmount_below", "processes"])
@@ -156,7 +157,8 @@ def _install() -> None:
     _wrap(containers, "containers", lambda name: name == "end_processes")
     _wrap(Cgroups, "Cgroups", lambda name: name in ("create", "remove"))
     _wrap(Daemons, "Daemons", lambda name: name in ("attach",))
-    _wrap(workers.WorkerProcess, "Worker", lambda name: name in ("configure", "end"))
+    _wrap(workers.WorkerProcess, "Worker", lambda name: name in ("configure", "end", "pause", "resume"))
+    _wrap(Freezer, "Freezer", lambda name: name in ("freeze", "thaw", "end"))
     _wrap(wire.Client, "Client", lambda name: name == "call")
     _wrap(
         sandboxes.Sandboxes, "Sandboxes", lambda name: name.startswith("_") and name[1] != "_" and name not in _DRIVERS
@@ -166,6 +168,8 @@ def _install() -> None:
     cls: Any = sandboxes.Sandboxes
     cls.launch = _with_fault("launch", cls.launch, lambda spec: spec.sandbox)
     cls.remove = _with_fault("remove", cls.remove, str)
+    cls.pause = _with_fault("pause", cls.pause, str)
+    cls.resume = _with_fault("resume", cls.resume, str)
     cls.configure = _with_fault("configure", cls.configure, str)
     cls._respawn = _with_fault("respawn", cls._respawn, lambda sandbox: sandbox.id)
     handle: Any = hostd.Host.handle

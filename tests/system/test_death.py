@@ -26,9 +26,10 @@ from opensandbox.models.execd import RunCommandOpts
 
 from demo.sandboxes import DemoSandbox, Secrets
 from lifecycle.posture.capture import Capture
-from runtimes.process.cgroups import Cgroups
+from runtimes.process.cgroups import Cgroups, Processor
+from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import command_lines, daemons, take
-from testbed.internet import ADDRESSES, API, ATTACKER, Internet
+from testbed.internet import ADDRESSES, API, ATTACKER, UP_ADDRESS, Internet
 from testbed.stack import EMPTY_IMAGE, Stack
 from testbed.traces import Traces, start_time
 from tests.stacks import Second, beside, put_secrets
@@ -40,6 +41,8 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 PATIENCE = 60.0
 """Seconds until everything works again. The duration is measured elsewhere."""
 ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "compiler", "serve", "hostd", "dockerd", "containerd"]
+STATEFUL = ("worker", "serve", "hostd", "dockerd", "containerd")
+"""The processes that have a part in a pause."""
 PAIRS = [
     "hostd+dockerd",
     "hostd+auditd",
@@ -153,8 +156,8 @@ def processes(stack: Stack, role: str, clients: list[Client]) -> set[int]:
             return {int(pid)} if str(start_time(int(pid))) == started else set()
 
 
-def back(stack: Stack, roles: list[str], dead: set[int], clients: list[Client]) -> bool:
-    """Return whether every role has its processes again and the API shows every sandbox as running."""
+def back(stack: Stack, roles: list[str], dead: set[int], clients: list[Client], *, state: str = "Running") -> bool:
+    """Return whether every role has its processes again and the API shows every sandbox in this state."""
     try:
         for role in roles:
             now = processes(stack, role, clients)
@@ -164,7 +167,7 @@ def back(stack: Stack, roles: list[str], dead: set[int], clients: list[Client]) 
             answer = httpx.get(
                 f"{stack.base}/v1/sandboxes/{one.id}", headers={"OPEN-SANDBOX-API-KEY": stack.api_key}, timeout=2
             )
-            if answer.json()["status"]["state"] != "Running":
+            if answer.json()["status"]["state"] != state:
                 return False
     except (OSError, httpx.HTTPError):
         return False
@@ -236,6 +239,47 @@ def test_after_any_death_nothing_escapes_and_everything_comes_back_by_itself(
     took = recovery(stack, victims.split("+"), clients, internet)
     record_property("recovered_seconds", round(took, 2))
     print(f"{victims}: everything serves again after {took:.2f} s")
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [*(pytest.param(one, marks=[] if one in STATEFUL else pytest.mark.extended) for one in ALONE), "hostd+dockerd"],
+)
+def test_a_pause_survives_the_death_of_each_process(
+    victims: str, stack: Stack, clients: list[Client], internet: Internet
+) -> None:
+    """Nothing computes or arrives before the resume, and then everything serves, under the same policy."""
+    before = policies(stack, clients)
+    freezer, accounts = Freezer(), Processor(Cgroups(str(stack.run)))
+    containers = [stack.container(one.id) for one in clients]
+    for one in clients:
+        assert 202 == turn(stack, one, "pause")
+    asked, used = arrived(internet), [accounts.seconds(container) for container in containers]
+    with Capture(internet.path(internet.net), "net0", lambda frame: frame.source == UP_ADDRESS) as wire:
+        dead = set().union(*(processes(stack, role, clients) for role in victims.split("+")))
+        assert dead and 0 not in dead
+        for pid in dead:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert until(lambda: back(stack, ALONE, dead, clients, state="Paused")), stack.tail()
+        assert until(lambda: before == policies(stack, clients))
+        assert ["paused"] * 2 == [stack.inspect(one.id).state for one in clients]
+        assert [Freeze.FROZEN] * 2 == [freezer.state(container) for container in containers]
+        assert used == [accounts.seconds(container) for container in containers]
+        assert [] == [frame for frame in wire.since(0) if frame.protocol == 17 or len(frame.data) > 14 + 20 + 60]
+    assert asked == arrived(internet)
+    resumed = time.time()
+    for one in clients:
+        assert 202 == turn(stack, one, "resume")
+    assert until(lambda: all(one.served_since(resumed) for one in clients)), stack.tail()
+    assert containers == [stack.container(one.id) for one in clients]
+    assert set() == arrived(internet) - recorded(stack)
+
+
+def turn(stack: Stack, one: Client, op: str) -> int:
+    """Pause or resume a sandbox; return the status."""
+    headers = {"OPEN-SANDBOX-API-KEY": stack.api_key}
+    return httpx.post(f"{stack.base}/v1/sandboxes/{one.id}/{op}", headers=headers, timeout=60).status_code
 
 
 async def test_a_create_waits_for_a_dockerd_that_is_coming_back(stack: Stack) -> None:

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 import wire
+from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import Census, command_lines, take
 from testbed.internet import Internet
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
@@ -117,13 +118,20 @@ class Faulty(Stack):
         """Return the differences between the registry, hostd and the workers themselves."""
         rows = self.rows()
         there = {item.sandbox: item for item in self.sandboxes()}
-        found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != "Running"]
+        paused = {name for name, item in there.items() if item.state == "paused"}
+        states = {name: "Paused" if name in paused else "Running" for name in rows}
+        found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != states[name]]
+        found += [f"{name} is frozen or not" for name in there if self.frozen(name) is not (name in paused)]
         found += [f"hostd and registry differ in {name}" for name in rows.keys() ^ there.keys()]
         for name in rows.keys() & there.keys():
             digest = self.hook("digest", sandbox=name)["digest"]
             if not digest or digest != rows[name]["policy_digest"]:
                 found.append(f"{name}: registry {rows[name]['policy_digest'][:8]!r}, worker {digest and digest[:8]!r}")
         return found
+
+    def frozen(self, name: str) -> bool:
+        """Return whether the kernel has frozen a sandbox."""
+        return Freezer().state(self.container(name)) is Freeze.FROZEN
 
     def wrong(self, before: Census | None = None) -> list[str]:
         """Return the differences from `before` (if given) and between the parts: none, or those that are left when the
@@ -326,6 +334,66 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
             assert [] == faulty.wrong(before), steps[number]
             assert [kept] == list(faulty.rows())
         await deleted(http, kept)
+
+
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("mode", ["refused", "unanswered", "killed-before", "killed-after"])
+async def test_a_pause_and_a_resume_are_whole_after_a_fault_at_any_step(
+    mode: str, faulty: Faulty, runtime: str
+) -> None:
+    """Of hostd. Kernel, hostd and registry agree on one state, and the next call succeeds."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http, runtime)
+        steps: dict[str, list[str]] = {}
+        for op in ("pause", "resume"):
+            faulty.hook("fault", sandbox=name, label=f"{op}-{runtime}-{mode}", of=op, number=-1, mode="none")
+            assert 202 == (await http.post(f"/sandboxes/{name}/{op}")).status_code
+            steps[op] = faulty.hook("faulted", label=f"{op}-{runtime}-{mode}")["seen"]
+            assert len(steps[op]) >= 2
+        for op in ("pause", "resume"):
+            for number, step in enumerate(steps[op]):
+                if op == "resume":
+                    await _turned(http, name, "pause")
+                label = f"{op}-{runtime}-{mode}-{number}"
+                faulty.hook("fault", sandbox=name, label=label, of=op, number=number, mode=mode)
+                answer = await _fault(http, "none", "POST", f"/sandboxes/{name}/{op}", None)
+                assert answer is None or answer.status_code in (202, 500)
+                await _serving(http)
+                assert [] == faulty.wrong(), step
+                await _turned(http, name, op)
+                assert [] == faulty.disagreements(), step
+                await _turned(http, name, "resume")
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
+
+
+async def _turned(http: httpx.AsyncClient, name: str, op: str) -> None:
+    """Pause or resume a sandbox, if it is not in that state already."""
+    answer = await http.post(f"/sandboxes/{name}/{op}")
+    assert answer.status_code in (202, 409), answer.text
+    state = (await http.get(f"/sandboxes/{name}")).json()["status"]["state"]
+    assert {"pause": "Paused", "resume": "Running"}[op] == state
+
+
+@pytest.mark.parametrize("mode", ["killed-before", "killed-after", "unanswered"])
+async def test_a_pause_and_a_resume_that_lose_their_control_plane_are_whole(mode: str, faulty: Faulty) -> None:
+    before = take(faulty)
+    async with faulty.client() as http:
+        name = await made(http)
+        for op in ("pause", "resume"):
+            answer = await _fault(http, "fault.-1.none", "POST", f"/sandboxes/{name}/{op}", None)
+            assert answer is not None and 202 == answer.status_code
+            steps = answer.headers["x-steps"].split(",")
+            assert len(steps) >= 3
+            for number, step in enumerate(steps):
+                await _turned(http, name, "resume" if op == "pause" else "pause")
+                await _fault(http, f"fault.{number}.{mode}", "POST", f"/sandboxes/{name}/{op}", None)
+                await _serving(http)
+                assert [] == faulty.wrong(), step
+                await _turned(http, name, op)
+        await deleted(http, name)
+    assert [] == faulty.wrong(before)
 
 
 async def _fault(http: httpx.AsyncClient, fault: str, method: str, path: str, content: Any) -> httpx.Response | None:

@@ -5,21 +5,27 @@ Judged at the far end by captured frames, and by the kernel's accounts of the co
 """
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from opensandbox.exceptions import SandboxException
 from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.execd_sync import ExecutionHandlersSync
+from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 
 from lifecycle.posture.capture import Capture, Frame
 from runtimes.process.cgroups import Cgroups, Processor
 from runtimes.process.freezer import Freeze, Freezer
-from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet
+from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet, received_field
 from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -124,7 +130,8 @@ def sandbox(stack: Stack, runtime: str, **options: Any) -> Iterator[Any]:
     try:
         yield made
     finally:
-        made.kill()
+        with suppress(SandboxException):  # a test can have removed it
+            made.kill()
         made.close()
 
 
@@ -215,3 +222,134 @@ def test_a_paused_sandbox_neither_computes_nor_sends(api: Api, runtime: str, sta
 
 def _coded(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, json.loads(answer.content)["code"]
+
+
+_ASK = f"""
+import sys, time, urllib.request
+for number in range(100000):
+    for host in ("{API}", "{STATUS}"):
+        try:
+            urllib.request.urlopen(f"https://{{host}}/vaulted/{{sys.argv[1]}}/{{number}}", timeout=5).read()
+        except OSError:
+            pass
+    time.sleep(0.02)
+"""
+
+
+def test_what_is_changed_during_a_pause_binds_the_first_request(api: Api, runtime: str, stack: Stack) -> None:
+    """A host that is taken away gets no request after the resume, and a revoked credential is in none."""
+    internet, value = stack.internet, f"paused-{secrets.token_hex(16)}"
+    both = [NetworkRule(action="allow", target=host) for host in (API, STATUS)]
+    options: dict[str, Any] = {"network_policy": NetworkPolicy(defaultAction="deny", egress=both)}
+    with sandbox(stack, runtime, policy=None, credential_proxy=CredentialProxyConfig(enabled=True), **options) as made:
+        auth = {"type": "bearer", "credential": "token"}
+        made.credential_vault.create(
+            credentials=[{"name": "token", "source": {"type": "inline", "value": value}}],
+            bindings=[{"name": "b", "match": {"hosts": [API], "paths": ["/vaulted/*"]}, "auth": auth}],
+        )
+        made.files.write_file("/tmp/ask.py", _ASK)
+        made.commands.run(f"python3 /tmp/ask.py {made.id}", opts=RunCommandOpts(background=True))
+        assert until(lambda: {API, STATUS} <= set(asked(internet, made.id)))
+        assert {f"Bearer {value}", None} == {
+            received_field(note, "authorization") for note in vaulted(internet, made.id)
+        }
+
+        assert (202, "Paused") == api.change(made.id, "pause")
+        mine = {"defaultAction": "deny", "egress": [{"action": "allow", "target": API}]}
+        made.credential_vault.delete()
+        assert 200 == api.call("PUT", f"{made.id}/networkpolicy", mine).status_code
+        before = len(asked(internet, made.id))
+        assert (202, "Running") == api.change(made.id, "resume")
+
+        assert until(lambda: len(asked(internet, made.id)) > before + 5)
+        assert {API} == set(asked(internet, made.id)[before:])
+        assert {None} == {received_field(note, "authorization") for note in vaulted(internet, made.id)[before:]}
+
+
+def vaulted(internet: Internet, name: str) -> list[dict[str, Any]]:
+    """Return the sandbox's requests that servers have received."""
+    return [note for note in internet.notes() if f"/vaulted/{name}/" in str(note.get("target"))]
+
+
+def asked(internet: Internet, name: str) -> list[str]:
+    """Return the hosts that have received these requests."""
+    return [str(received_field(note, "host")) for note in vaulted(internet, name)]
+
+
+@pytest.mark.parametrize("end", ["delete", "expiry"])
+def test_a_paused_sandbox_ends_without_a_trace(end: str, api: Api, runtime: str, stack: Stack) -> None:
+    """Its processes are killed while they are frozen, so no request is sent once more."""
+    internet = stack.internet
+    with busy(stack, runtime) as made:
+        traces = stack.traces(made.id)
+        assert (202, "Paused") == api.change(made.id, "pause")
+        sent = len(polls(internet, made.id))
+        if end == "delete":
+            assert 204 == api.call("DELETE", made.id).status_code
+        else:
+            soon = (datetime.now(UTC) + timedelta(seconds=2)).isoformat()
+            assert 200 == api.call("POST", f"{made.id}/renew-expiration", {"expiresAt": soon}).status_code
+            assert until(lambda: api.call("GET", made.id).status_code == 404)
+        assert until(lambda: [] == traces.remaining()), traces.remaining()
+        assert sent == len(polls(internet, made.id))
+
+
+def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None:
+    """Its stream was open before the pause, and continues after it."""
+    with sandbox(stack, runtime) as made:
+        name = str(made.id)
+        with ThreadPoolExecutor(1) as pool:
+            text = "for n in $(seq 40); do echo $n; sleep 0.05; done; echo done"
+            heard: list[float] = []
+            handlers = ExecutionHandlersSync(on_stdout=lambda _message: heard.append(time.monotonic()))
+            running = pool.submit(made.commands.run, text, handlers=handlers)
+            assert until(lambda: len(heard) > 3)
+            assert (202, "Paused") == api.change(name, "pause")
+            paused, count = time.monotonic(), len(heard)
+            time.sleep(SECONDS)
+            assert len(heard) <= count + 1
+            assert (202, "Running") == api.change(name, "resume")
+            said = [message.text.strip() for message in running.result(60).logs.stdout]
+        assert [*map(str, range(1, 41)), "done"] == said
+        assert heard[-1] > paused + SECONDS
+
+
+def test_a_pause_by_dockers_own_command_is_a_pause(api: Api, runtime: str, stack: Stack) -> None:
+    """Another program pauses the container with Docker. The sandbox is paused completely, and can be resumed."""
+    with busy(stack, runtime) as made:
+        name, container = str(made.id), stack.container(made.id)
+        assert 0 == stack.docker("pause", container).returncode
+        assert until(lambda: api.state(name) == "Paused")
+        assert until(lambda: Freezer().state(container) is Freeze.FROZEN)
+        assert until(lambda: _has(stack, name, "gateway.pause"))
+        assert 409 == api.ping(name).status_code
+        sent = len(polls(stack.internet, name))
+        assert (202, "Running") == api.change(name, "resume")
+        assert "running" == stack.docker("inspect", "-f", "{{.State.Status}}", container).stdout.strip()
+        assert until(lambda: len(polls(stack.internet, name)) > sent)
+        # And the reverse: a pause of the API ends if another program thaws the processes.
+        assert (202, "Paused") == api.change(name, "pause")
+        Freezer().thaw(container)
+        assert until(lambda: api.state(name) == "Running")
+        sent = len(polls(stack.internet, name))
+        assert until(lambda: len(polls(stack.internet, name)) > sent)
+
+
+def _has(stack: Stack, name: str, kind: str) -> bool:
+    return any(item["kind"] == kind and item.get("sandbox") == name for item in stack.audit_records())
+
+
+def test_the_log_shows_what_left_before_and_after_a_pause(api: Api, runtime: str, stack: Stack) -> None:
+    """Between the worker's records of a pause and of the resume no record allows anything."""
+    with busy(stack, runtime) as made:
+        name = str(made.id)
+        for op in ("pause", "resume"):
+            assert 202 == api.change(name, op)[0]
+            time.sleep(0.5)
+        records = [item for item in stack.audit_records() if item.get("sandbox") == name]
+    kinds = [item["kind"] for item in records]
+    order = ["lifecycle.pause", "gateway.pause", "lifecycle.resume", "gateway.resume"]
+    assert order == [kind for kind in kinds if kind in order]
+    meanwhile = records[kinds.index("gateway.pause") : kinds.index("gateway.resume")]
+    assert [] == [item for item in meanwhile if item["decision"] == "allow"]
+    assert meanwhile[0]["count"] > 0
