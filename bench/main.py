@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import create, execd, first_code, gateway, goals, policy_change
+from bench import create, execd, first_code, gateway, goals, pause, policy_change
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.fixture import BenchError, Fixture, fixture
@@ -24,6 +24,7 @@ BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "execd": execd.measure,
     "gateway": gateway.measure,
     "policy_change": policy_change.measure,
+    "pause": pause.measure,
     "code": first_code.measure,
 }
 ROUNDS = 20

@@ -131,8 +131,18 @@ try {
   seen.connected = text(await again.commands.run("echo again"));
   await again.close();
 
+  await sandbox.pause();
+  seen.paused = [(await sandbox.getInfo()).status.state, await sandbox.isHealthy()];
+  const pausedAgain = await refused(() => sandbox.pause());
+  const resumed = await sandbox.resume();
+  seen.paused.push(text(await resumed.commands.run("echo resumed"))); // it shares the connections of `sandbox`
+  await manager.pauseSandbox(sandbox.id);
+  seen.paused.push((await manager.getSandboxInfo(sandbox.id)).status.state);
+  await manager.resumeSandbox(sandbox.id);
+  seen.paused.push(text(await commands.run("echo managed")));
+
   seen.refused = {
-    pause: await refused(() => sandbox.pause()),
+    pause: pausedAgain,
     resume: await refused(() => manager.resumeSandbox(sandbox.id)),
     signed: await refused(() => sandbox.getSignedEndpoint(8000, Math.floor(Date.now() / 1000) + 60)),
     snapshot: await refused(() => manager.createSnapshot(sandbox.id, { name: "x" })),

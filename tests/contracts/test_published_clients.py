@@ -194,6 +194,22 @@ def test_osb_shows_and_renews_a_sandbox(osb: Osb) -> None:
     assert osb.json("sandbox endpoint", osb.id, "--port", "8000")["endpoint"].endswith(f"{osb.id}/proxy/8000")
 
 
+def test_osb_pauses_and_resumes_a_sandbox(osb: Osb) -> None:
+    osb.told("sandbox", "pause", osb.id)
+    paused = osb.json("sandbox get", osb.id)["status"]["state"]
+    listed = osb.json("sandbox list", "--metadata", "made=by-osb", "--state", "paused")
+    again = osb("sandbox", "pause", osb.id)
+    run = osb("command", "run", osb.id, "--", "true")
+    osb.told("sandbox", "resume", osb.id)
+
+    assert ("Paused", [osb.id]) == (paused, [item["id"] for item in listed["items"]])
+    for code, out, err in (again, run):
+        assert 1 == code
+        assert "DOCKER::SANDBOX_NOT_RUNNING" in "".join((out + err).split())
+    assert "Running" == osb.json("sandbox get", osb.id)["status"]["state"]
+    assert "back\n" == osb.told("command", "run", osb.id, "--", "echo", "back")
+
+
 def test_osb_runs_commands(osb: Osb) -> None:
     run = ("command", "run", osb.id)
     code, out, err = osb(*run, "--", "bash", "-c", "echo out; echo err >&2; exit 3")
@@ -304,7 +320,7 @@ def test_osb_changes_what_leaves_and_with_which_secret(osb: Osb, internet: Inter
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        ("sandbox pause {id}", "SANDBOX::API_NOT_SUPPORTED"),
+        ("sandbox pause sbx-000000000000000000000000", "DOCKER::SANDBOX_NOT_FOUND"),
         ("sandbox resume {id}", "DOCKER::SANDBOX_NOT_PAUSED"),
         ("snapshot create {id}", "SNAPSHOT::NOT_IMPLEMENTED"),
         ("snapshot list", "SNAPSHOT::NOT_IMPLEMENTED"),
@@ -463,8 +479,9 @@ def test_the_npm_sdk(
         "isolated": isolated,
         "served": "served\n",
         "connected": "again\n",
+        "paused": ["Paused", False, "resumed\n", "Paused", "managed\n"],
         "refused": {
-            "pause": [501, "SANDBOX::API_NOT_SUPPORTED"],
+            "pause": [409, "DOCKER::SANDBOX_NOT_RUNNING"],
             "resume": [409, "DOCKER::SANDBOX_NOT_PAUSED"],
             "signed": [400, "SANDBOX::API_NOT_SUPPORTED"],
             "snapshot": [501, "SNAPSHOT::NOT_IMPLEMENTED"],

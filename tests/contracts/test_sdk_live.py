@@ -88,6 +88,12 @@ class Sdk:
         self._open.append(sandbox)
         return sandbox
 
+    async def resume(self, name: str) -> Any:
+        cls: Any = Sandbox if self.kind == "async" else SandboxSync
+        sandbox = await settle(cls.resume(name, connection_config=self.connection()))
+        self._open.append(sandbox)
+        return sandbox
+
     async def manager(self) -> Any:
         cls: Any = SandboxManager if self.kind == "async" else SandboxManagerSync
         manager = await settle(cls.create(connection_config=self.connection()))
@@ -208,6 +214,40 @@ async def test_lists_renewals_metadata_and_the_end(sdk: Sdk) -> None:
     assert raised.value.request_id
     assert "DOCKER::SANDBOX_NOT_FOUND" == raised.value.error.code
     assert 2 == (await listed()).pagination.total_items
+
+
+async def test_a_sandbox_is_paused_and_resumed(sdk: Sdk, runtime: str) -> None:
+    """By the sandbox's own object and by the manager. The state is there at once, and what was in memory stays."""
+    sandbox = await sdk.create(extensions={"sallyport.runtime": runtime}, timeout=timedelta(minutes=20))
+    manager = await sdk.manager()
+    session = await settle(sandbox.commands.create_session())
+    await settle(sandbox.commands.run_in_session(session, "kept=value"))
+    before = await settle(sandbox.get_info())
+
+    await settle(sandbox.pause())
+    paused = await settle(sandbox.get_info())
+    assert ("Paused", before.expires_at) == (paused.status.state, paused.expires_at)
+    with pytest.raises(SandboxApiException) as again:
+        await settle(sandbox.pause())
+    assert (409, "DOCKER::SANDBOX_NOT_RUNNING") == (again.value.status_code, again.value.error.code)
+    with pytest.raises(SandboxException):
+        await shell(sandbox, "true")
+    assert not await settle(sandbox.is_healthy())
+    listed = await settle(manager.list_sandbox_infos(SandboxFilter(states=["PAUSED"])))
+    assert sandbox.id in [item.id for item in listed.sandbox_infos]
+
+    resumed = await sdk.resume(sandbox.id)
+    assert "Running" == (await settle(resumed.get_info())).status.state
+    for one in (sandbox, resumed):
+        assert "value" == out(await settle(one.commands.run_in_session(session, "echo $kept"))).strip()
+
+    await settle(manager.pause_sandbox(sandbox.id))
+    assert "Paused" == (await settle(sandbox.get_info())).status.state
+    await settle(manager.resume_sandbox(sandbox.id))
+    with pytest.raises(SandboxApiException) as again:
+        await settle(manager.resume_sandbox(sandbox.id))
+    assert (409, "DOCKER::SANDBOX_NOT_PAUSED") == (again.value.status_code, again.value.error.code)
+    assert "on" == out(await shell(sandbox, "echo on")).strip()
 
 
 @pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
