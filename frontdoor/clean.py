@@ -6,6 +6,7 @@
 - Mounts and files below the home, the run directories and `.venv`.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from frontdoor import processes
@@ -61,11 +63,33 @@ def _end_processes(places: Places) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes.own(processes.read_all(), home, os.getpid()):
             _send(process, number)
+        if number == signal.SIGKILL:
+            _thaw(home.containers)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if not processes.own(processes.read_all(), home, os.getpid()):
                 return
             time.sleep(_TICK_SECONDS)
+
+
+def _thaw(containers: Iterable[str]) -> None:
+    """Let the killed processes of paused sandboxes end: on cgroup v1 a frozen process takes no signal."""
+    for file in freezer_files(Path("/proc/self/mountinfo").read_text(), containers):
+        with contextlib.suppress(OSError):
+            file.write_text("THAWED")
+
+
+def freezer_files(table: str, containers: Iterable[str]) -> list[Path]:
+    """Return the files of a mountinfo table's freezers (cgroup v1) that freeze and thaw these containers."""
+    points = [
+        line.split()[4]
+        for line in table.splitlines()
+        if " - cgroup " in line and "freezer" in line.rpartition(" ")[2].split(",")
+    ]
+    names = [
+        name for container in containers for name in (f"docker/{container}", f"system.slice/docker-{container}.scope")
+    ]
+    return [Path(point, name, "freezer.state") for point in points for name in names]
 
 
 def _send(process: processes.Process, number: int) -> None:

@@ -85,7 +85,7 @@ def print_verdict(verdict: Verdict, table: dict[str, dict[str, Any]]) -> None:
         shown = ("-" if value is None else f"{value:.2f}" for value in values.values())
         return " ".join(f"{text:>6}" for text in shown).ljust(21)
 
-    titles = ("all back", "sandboxes served", "API answers", "processes there", "create and delete")
+    titles = ("all back", "sandboxes served", "API answers", "processes there", "a new one")
     print(f"\n  {'seconds: median, p95, worst':32}{'  '.join(f'{title:21}' for title in titles)}")
     for name, row in table.items():
         columns = ("all", "served", "api", "processes", "create")

@@ -10,7 +10,7 @@ from itertools import cycle
 from demo.chaos import kills
 from demo.chaos.facts import IDENT, Facts, Kill, read_far_end, read_log
 from demo.chaos.kills import Part
-from demo.chaos.load import Load, loads, make_and_delete
+from demo.chaos.load import Load, loads, whole_life
 from demo.chaos.watch import Tail, WireWatch
 from testbed import census
 from testbed.internet import API, STATUS
@@ -106,7 +106,7 @@ class Run:
         created, failed = None, ""
         if create:
             try:
-                created = make_and_delete(self._stack, next(self._runtimes))
+                created = whole_life(self._stack, next(self._runtimes))
             except Exception as error:  # noqa: BLE001 - whatever the SDK raises is a finding
                 failed = f"{type(error).__name__}: {error}"[:200]
         time.sleep(self._chosen.uniform(_STEADY, 2 * _STEADY))
@@ -125,7 +125,7 @@ def _told(kill: Kill) -> str:
 
     text = f"API back after {seconds(kill.api)}, processes {seconds(kill.whole)}"
     if kill.created is not None:
-        text += f", a new sandbox made and deleted in {kill.created:.2f} s"
+        text += f", a new sandbox made, paused, resumed and deleted in {kill.created:.2f} s"
     return text + (f", no new sandbox: {kill.create_failed}" if kill.create_failed else "")
 
 
@@ -136,7 +136,7 @@ def run(stack: Stack, token: str, settings: Settings, say: Callable[[str], None]
         ChaosError: the load could not be started.
     """
     for runtime in ("runsc", "runc"):
-        make_and_delete(stack, runtime)  # what a runtime makes once and keeps is no residue
+        whole_life(stack, runtime)  # what a runtime makes once and keeps is no residue
     before = _settled(stack)
     far = Tail(stack.internet.request_log)
     with WireWatch(stack.internet) as watch:

@@ -136,6 +136,8 @@ class DnsServer:
         if isinstance(verdict, Later):
             await asyncio.sleep(verdict.seconds)
             verdict = self._judge(data, None)
+        if not self._state.moving.is_set():
+            return  # the client repeats its query
         if not isinstance(verdict, QueryAnswer | Resolve):
             return
         if isinstance(verdict, QueryAnswer) and self._counted(verdict.event):

@@ -9,7 +9,7 @@ from subprocess import PIPE
 
 import pytest
 
-from frontdoor.clean import mounts_below
+from frontdoor.clean import freezer_files, mounts_below
 from frontdoor.places import find
 from frontdoor.processes import Home, Process, own, read, read_home
 from runtimes.process import predecessor
@@ -132,3 +132,13 @@ def test_mounts_are_found_by_path_the_innermost_first() -> None:
     points = ("/h", "/h/a", r"/h/a/b\040c", "/h2/a", "/run/h/netns/1", "/")
     table = "".join(f"1 2 0:3 / {point} rw - tmpfs none rw\n" for point in points)
     assert ["/run/h/netns/1", "/h/a/b c", "/h/a"] == mounts_below(table, ("/h", "/run/h"))
+
+
+def test_the_files_that_thaw_containers_are_those_of_the_freezer() -> None:
+    table = """\
+32 31 0:27 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+33 31 0:28 / /sys/fs/cgroup/freezer rw,relatime - cgroup cgroup rw,freezer
+34 31 0:29 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+"""
+    names = ["docker/c1/freezer.state", "system.slice/docker-c1.scope/freezer.state"]
+    assert [Path("/sys/fs/cgroup/freezer", name) for name in names] == freezer_files(table, ["c1"])

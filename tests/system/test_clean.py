@@ -199,7 +199,7 @@ def living(traces: Traces) -> set[tuple[int, int]]:
 
 
 def test_a_killed_server_goes_with_its_sandboxes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its containers, on both runtimes, are still running. The internet belongs to another home and stays."""
+    """Its containers, on both runtimes, still run or are frozen. The internet belongs to another home and stays."""
     place = Place(directory, Path(f"{os.environ['SALLYPORT_RUN_DIR']}-clean"))
     monkeypatch.setenv("SALLYPORT_HOME", str(place.home))
     monkeypatch.setenv("SALLYPORT_RUN_DIR", str(place.run))
@@ -207,7 +207,9 @@ def test_a_killed_server_goes_with_its_sandboxes(directory: Path, monkeypatch: p
     try:
         with Internet(f"{INTERNET}-clean", directory / "internet", accounts) as internet:
             with Second(internet, place.home / "stack") as stack:
-                made = [stack.create(runtime, image=EMPTY_IMAGE, policy=None) for runtime in ("runsc", "runc")]
+                made = [stack.create(runtime, image=EMPTY_IMAGE, policy=None) for runtime in ("runsc", "runc") * 2]
+                for sandbox in made[2:]:
+                    sandbox.pause()
                 traces = [stack.traces(sandbox.id) for sandbox in made]
                 for sandbox in made:
                     sandbox.close()  # The client's connections.
@@ -217,7 +219,7 @@ def test_a_killed_server_goes_with_its_sandboxes(directory: Path, monkeypatch: p
 
                 place.clean()
 
-            assert [set(), set()] == [living(trace) for trace in traces]
+            assert [set()] * 4 == [living(trace) for trace in traces]
             assert [] == [one for trace in traces for one in trace.namespaces if alive(*one)]
             assert [] == left_by_server(place.run, place.home)
             assert os.path.exists(internet.path(internet.up))

@@ -30,8 +30,8 @@ from testbed.stack import Stack
 
 pytestmark = pytest.mark.system
 
-SECONDS = 2.0
-"""How long a sandbox is observed while it is paused."""
+SECONDS = 4.0
+"""How long a sandbox is observed while it is paused: longer than a round of the watch."""
 _BUSY = f"""
 import http.client, json, socket, ssl, sys, threading, time, urllib.request
 context = ssl.create_default_context()
