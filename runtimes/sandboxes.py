@@ -513,6 +513,16 @@ class Sandboxes:
                 raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox is being removed, or has been cut off")
             await change(sandbox)
 
+    def _compare_pause(self, sandbox: HostSandbox, *, by_docker: bool) -> None:
+        """Begin to complete a pause, or the end of one, that another program made."""
+        try:
+            differs = self._pausing.differs(sandbox, by_docker=by_docker)
+        except OSError as error:
+            _log.warning("it cannot be read whether %s is frozen: %s", sandbox.id, error.strerror)
+            return
+        if differs:
+            self._begin(self._settle_pause(sandbox), f"pause-{sandbox.id}")
+
     async def _settle_pause(self, sandbox: HostSandbox) -> None:
         with contextlib.suppress(wire.RequestError):  # the next list compares again
             await self._change_pause(sandbox, self._pausing.settle)
@@ -665,8 +675,8 @@ class Sandboxes:
         states = tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
         for sandbox, state in zip(known, states, strict=True):
             by_docker = state.state is HostState.PAUSED and sandbox.container not in running
-            if sandbox.running and not sandbox.lock.locked() and self._pausing.differs(sandbox, by_docker=by_docker):
-                self._begin(self._settle_pause(sandbox), f"pause-{sandbox.id}")
+            if sandbox.running and not sandbox.lock.locked():
+                self._compare_pause(sandbox, by_docker=by_docker)
         return states
 
     async def inspect(self, name: str) -> Inspected:

@@ -30,6 +30,7 @@ from runtimes.engine import user_namespace
 from runtimes.net import netns, nft, slots
 from runtimes.net.plan import PLAN
 from runtimes.process.cgroups import find
+from runtimes.process.freezer import Freezer
 from runtimes.spec import HostConfig, Uids, sandbox_users
 from wire.routes import reaches_ipv6
 from wire.sockets import WrongServer, check_server
@@ -174,7 +175,8 @@ def cgroups() -> str:
         offered = set((found.roots[0] / "cgroup.controllers").read_text().split())
         if missing := {"memory", "cpu", "pids"} - offered:
             raise CheckError(f"cgroup v2 without {', '.join(sorted(missing))}")
-    return f"cgroup v{found.version} with memory, cpu and pids: {', '.join(map(str, found.roots))}"
+    without = "" if Freezer().available else "; without a freezer no sandbox can be paused"
+    return f"cgroup v{found.version} with memory, cpu and pids: {', '.join(map(str, found.roots))}{without}"
 
 
 def _read_only(path: Path) -> bool:

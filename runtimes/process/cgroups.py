@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import signal
@@ -254,7 +255,7 @@ def container_group(point: Path, container: str) -> Path:
     for name in _of_container(container):
         if (point / name).is_dir():
             return point / name
-    raise FileNotFoundError(f"no group of container {container[:12]}")
+    raise FileNotFoundError(errno.ENOENT, f"no group of container {container[:12]}")
 
 
 def remove_container_groups(container: str, mountinfo: str | None = None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@
 """
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -47,10 +48,19 @@ class Freezer:
         table = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
         unified, legacy = controller_mounts(table)
         self._version = 1 if "freezer" in legacy else 2
-        self._point = legacy.get("freezer", unified)
+        self._point = legacy.get("freezer", None if "memory" in legacy else unified)
+
+    @property
+    def available(self) -> bool:
+        """Whether this host has a freezer."""
+        return self._point is not None
 
     def state(self, container: str) -> Freeze:
-        """Return the state of a container. A container without a group is thawed."""
+        """Return the state of a container. A container without a group is thawed.
+
+        Raises:
+            OSError: the state cannot be read.
+        """
         try:
             group = self._group(container)
             if self._version == 1:
@@ -59,7 +69,9 @@ class Freezer:
             if (group / "cgroup.freeze").read_text().strip() != "1":
                 return Freeze.THAWED
             return Freeze.FROZEN if "frozen 1" in (group / "cgroup.events").read_text() else Freeze.PARTLY
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):  # no group, or it is being removed
+                raise
             return Freeze.THAWED
 
     def freeze(self, container: str) -> None:
@@ -70,6 +82,8 @@ class Freezer:
             OSError: it cannot be frozen.
             TimeoutError: a process did not stop in time.
         """
+        if not self.available:
+            raise OSError(errno.ENOTSUP, "this host has no freezer")
         if not self._processes(container):
             raise NoProcesses
         deadline = time.monotonic() + FREEZE_SECONDS
@@ -115,13 +129,13 @@ class Freezer:
 
     def _group(self, container: str) -> Path:
         if self._point is None:
-            raise FileNotFoundError("no cgroup hierarchy can freeze processes")
+            raise FileNotFoundError(errno.ENOENT, "no cgroup hierarchy can freeze processes")
         return container_group(self._point, container)
 
     def _processes(self, container: str) -> tuple[int, ...]:
         """Return the processes of a container, those in groups below its group too."""
         found: list[int] = []
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             group = self._group(container)
             for procs in (group / "cgroup.procs", *group.rglob("*/cgroup.procs")):
                 found += map(int, procs.read_text().split())

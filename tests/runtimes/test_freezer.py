@@ -157,10 +157,14 @@ def test_only_a_frozen_container_is_ended(kernel: Kernel, process: int) -> None:
     assert kernel.thawed == kernel.asked
 
 
-def test_a_host_without_a_freezer_freezes_nothing() -> None:
-    held = Freezer("")
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_host_without_a_freezer_freezes_nothing(version: int, tmp_path: Path) -> None:
+    """Also not with a hierarchy of v2 beside those of v1, which has no controllers."""
+    beside = f"1 2 0:3 / {tmp_path} rw - cgroup2 none rw\n1 2 0:3 / /memory rw - cgroup none rw,memory\n"
+    held = Freezer(beside if version else "")
+    assert not held.available
     assert Freeze.THAWED is held.state(NAME)
-    with pytest.raises(NoProcesses):
+    with pytest.raises(OSError, match="no freezer"):
         held.freeze(NAME)
 
 
