@@ -218,7 +218,9 @@ async def test_websocket_refusals(server: World, route: str, path: str, code: in
 
 
 async def test_renew_on_access() -> None:
-    """An access extends the expiry of a sandbox that requested this, except with `skip` and within the interval."""
+    """An access extends the expiry of a sandbox that requested this, except with `skip`, within the interval, or while
+    it is paused.
+    """
     async with world(renew_interval=60.0) as described, described.serving() as server, server.client() as client:
         body = {**BODY, "timeout": 60, "extensions": {"access.renew.extend.seconds": "300"}}
         name = (await client.post("/v1/sandboxes", json=body)).json()["id"]
@@ -227,6 +229,10 @@ async def test_renew_on_access() -> None:
             return str((await client.get(f"/v1/sandboxes/{name}")).json()["expiresAt"])
 
         before = await expiry()
+        assert 202 == (await client.post(f"/v1/sandboxes/{name}/pause")).status_code
+        assert 409 == (await client.get(f"/v1/sandboxes/{name}/proxy/80/x")).status_code
+        assert before == await expiry()
+        assert 202 == (await client.post(f"/v1/sandboxes/{name}/resume")).status_code
         await client.get(f"/v1/sandboxes/{name}/proxy/80/x", headers={"OpenSandbox-Access-Renew": "skip"})
         assert before == await expiry()
         await client.get(f"/v1/sandboxes/{name}/proxy/80/x")
