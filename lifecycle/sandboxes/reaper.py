@@ -294,12 +294,15 @@ class Observer:
     async def _seen(self, sandbox: str, described: HostSandboxState, began: float, now: float) -> None:
         """Take over a state that hostd was asked for at `began`. A later change of the row is newer than it."""
         seen = condition(described)
-        if seen is None or self._locks.is_held(sandbox):
+        if seen is None:
             return
         state, reason, message = seen
+        changing = self._locks.is_held(sandbox)  # possibly a pause or a resume, which writes its result itself
 
         def change(row: Sandbox) -> Sandbox:
             if row.state not in _SETTLED or row.changed_at >= began or (row.state, row.reason) == (state, reason):
+                return row
+            if changing and row.state is not state and state in _LIVE:
                 return row
             return row.moved(state, reason, message, now)
 

@@ -451,8 +451,9 @@ async def test_a_paused_sandbox_is_not_called(server: World) -> None:
         assert closed.value.rcvd is not None
         assert 1008 == closed.value.rcvd.code
         place = (await client.get(f"{path}/endpoints/18080")).json()
-        policy = await client.get(f"http://{place['endpoint']}/policy", headers=place["headers"])
-        assert 200 == policy.status_code
+        for part in ("policy", "healthz"):
+            answer = await client.get(f"http://{place['endpoint']}/{part}", headers=place["headers"])
+            assert 200 == answer.status_code
         assert 200 == (await client.put(f"{path}/networkpolicy", json=OPEN)).status_code
         assert 202 == (await client.post(f"{path}/resume")).status_code
         assert 200 == (await client.get(f"{path}/proxy/8000/hello")).status_code

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from places import BODY, NEW, POLICY, SETTLE_SECONDS, VAULT, WALLET, Place, crea
 
 from lifecycle.egress.policies import Policies
 from lifecycle.sandboxes.registry import State
+from wire.api.states import HostState
 
 LOOSE = """
 version: 1
@@ -226,7 +228,10 @@ async def test_a_list_that_is_older_than_a_pause_does_not_undo_it(place: Place) 
     assert State.PAUSED is (await place.rows())[name].state
     async with place.server.context.orchestrator._locks.hold(name):
         await observer._seen(name, before, began + 3600, began + 3600)
-    assert State.PAUSED is (await place.rows())[name].state
+        assert State.PAUSED is (await place.rows())[name].state
+        ended = replace(before, state=HostState.DEAD, exit_code=1)
+        await observer._seen(name, ended, began + 3600, began + 3600)
+        assert State.FAILED is (await place.rows())[name].state
 
 
 async def test_what_a_pause_that_was_interrupted_left_becomes_what_there_is(place: Place) -> None:

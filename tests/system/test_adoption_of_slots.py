@@ -70,8 +70,10 @@ def _place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         slots.destroy(slot)
 
 
-def test_a_sandbox_as_it_was_written_down_is_adopted(place: Place) -> None:
-    assert place.slot == examine(place.record(), place.state(), place.run, UIDS, RULES)
+@pytest.mark.parametrize("status", ["running", "paused"])
+def test_a_sandbox_as_it_was_written_down_is_adopted(place: Place, status: str) -> None:
+    """Also one that Docker has paused."""
+    assert place.slot == examine(place.record(), place.state(status=status), place.run, UIDS, RULES)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_a_record_that_does_not_match_adopts_nothing(place: Place, changes: dict
         examine(place.record(**changes), place.state(), place.run, UIDS, RULES)
 
 
-@pytest.mark.parametrize("changes", [None, {"status": "exited"}, {"pid": 0}, {"status": "paused"}])
+@pytest.mark.parametrize("changes", [None, {"status": "exited"}, {"pid": 0}, {"status": "created"}])
 def test_a_container_that_does_not_run_is_not_adopted(place: Place, changes: dict[str, Any] | None) -> None:
     now = None if changes is None else place.state(**changes)
     with pytest.raises(Unfit, match="does not run"):
