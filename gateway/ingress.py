@@ -18,6 +18,7 @@ from audit.client import AuditClient, AuditUnavailable
 from gateway.inside import InsideSockets
 from gateway.splice import Traffic, relay
 from gateway.state import WorkerState
+from wire.dialling import connect
 from wire.patience import Patience
 
 MAX_CONNECTIONS = 256
@@ -99,7 +100,7 @@ class Ingress:
         sock = await self._inside.dialling_socket()
         try:
             async with Patience(DIAL_SECONDS):
-                await asyncio.get_running_loop().sock_connect(sock, (str(config.constants.inside), port))
+                await connect(sock, config.constants.inside, port)
         except (OSError, TimeoutError):
             sock.close()
             return None

@@ -31,6 +31,7 @@ from gateway.state import WorkerState
 from policy.decision import AllowAddress, Deny
 from policy.destination import decide_address, decide_answer
 from policy.facts import AddressSource, Destination, Scheme
+from wire.dialling import connect
 from wire.gateway_limits import GatewayLimits
 from wire.patience import Patience
 from wire.routes import own_address, source
@@ -251,7 +252,7 @@ async def _connected(address: IPv4Address | IPv6Address, port: int) -> socket.so
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, (str(address), port))
+        await connect(sock, address, port)
     except BaseException:
         sock.close()
         raise

@@ -45,6 +45,7 @@ from gateway.dns.names import RATE
 from gateway.dns.queries import Outcome, Upstream
 from policy.decision import Deny
 from policy.names import InvalidName, wire_host
+from wire.dialling import connect
 from wire.patience import Patience
 
 MIN_TTL = 5
@@ -345,7 +346,7 @@ async def _ask_tcp(upstream: Upstream, host: str, qtype: QType) -> UpstreamAnswe
     ident = secrets.randbelow(65536)
     query = build_query(ident, host, qtype)
     with socket.socket(_family(upstream), socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
-        await loop.sock_connect(sock, (str(upstream.address), upstream.port))
+        await connect(sock, upstream.address, upstream.port)
         await loop.sock_sendall(sock, struct.pack("!H", len(query)) + query)
         (length,) = struct.unpack("!H", await _exactly(sock, 2))
         if length > _MAX_TCP_ANSWER:
