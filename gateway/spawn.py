@@ -24,10 +24,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gateway import confine
 from gateway.config import WorkerConstants
 from gateway.inside import InsideSockets, Listeners
+
+if TYPE_CHECKING:  # `preload` imports it
+    from gateway.tls.contexts import UpstreamContext
 
 MAX_DESCRIPTORS = 8192
 _PR_SET_DUMPABLE = 4
@@ -43,7 +47,9 @@ _PRELOADED = (
     "_sha2",  # random, when seeded with bytes
     "cryptography.hazmat.backends.openssl.backend",  # cryptography's Rust side, at its first use
     "cryptography.x509",
+    "OpenSSL.rand",
     "gateway.worker",
+    "gateway.rehearsal",
     "gateway.engines.http1.flow",
     "gateway.engines.mitm.connection",
 )
@@ -82,6 +88,8 @@ class Order:
     cgroup: tuple[str, ...]
     constants: WorkerConstants
     descriptors: Descriptors
+    trusted: "UpstreamContext | None" = None
+    """The roots of `constants`, read before the fork; None if they cannot be read."""
 
 
 class _LateImports:
@@ -145,7 +153,8 @@ def _run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
     from gateway.engines.http1.flow import Http1Flow
     from gateway.engines.mitm.connection import FlowConnection
 
-    return worker.run(order, inside, listeners, partial(FlowEngine, http1=Http1Flow, http2=FlowConnection))
+    make_engine = partial(FlowEngine, http1=Http1Flow, http2=FlowConnection, trusted=order.trusted)
+    return worker.run(order, inside, listeners, make_engine)
 
 
 def _close_others(keep: Iterable[int]) -> None:
@@ -198,6 +207,10 @@ def _drop_privileges(uid: int, gid: int) -> None:
 
 
 def _reseed() -> None:
-    """Give new seeds to the random generators that the fork copied."""
+    """Give new seeds to the random generators that the fork copied. The process has two copies of OpenSSL."""
+    # `preload` has imported it; at the top it would delay every import of this module.
+    from OpenSSL import rand
+
     random.seed(os.urandom(64))
     ssl.RAND_add(os.urandom(64), 64.0)
+    rand.add(os.urandom(64), 64)

@@ -22,11 +22,14 @@ import select
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import wire.frames as frames
 from gateway import spawn
 from gateway.config import WorkerConstants
+from gateway.rehearsal import rehearse
+from gateway.tls.contexts import UpstreamContext
 from wire.api.zygote import DESCRIPTORS, OPERATIONS, Exited, Fork, Forked, Identify, Identity, Prepare
 from wire.errors import Code, ConfigError, RequestError
 from wire.frames import FrameError, Message, close_all
@@ -53,7 +56,7 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: set[int] = set()
-        self._constants: WorkerConstants | None = None
+        self._common: Common | None = None
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -107,10 +110,11 @@ class Zygote:
     def _handle(self, message: object, fds: list[int]) -> Done | Forked | Identity:
         match message:
             case Prepare():
-                self._constants = constants(message)
+                self._common = common(message)
+                _share()
                 return Done()
             case Fork():
-                return Forked(self._fork(order(message, fds, self._constants)))
+                return Forked(self._fork(order(message, fds, self._common)))
             case Identify():
                 return Identity(os.getpid())
             case _:
@@ -136,29 +140,57 @@ class Zygote:
         return pid
 
 
-def constants(given: Prepare) -> WorkerConstants:
-    """Return what all workers have in common.
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all workers have in common. `trusted` are the roots of `constants`, None if they cannot be read."""
+
+    constants: WorkerConstants
+    trusted: UpstreamContext | None
+
+
+def common(given: Prepare) -> Common:
+    """Return what all workers have in common, when the zygote has rehearsed a worker's start under it.
 
     Raises:
         RequestError: some part of it cannot be, or is out of range.
     """
     try:
-        return WorkerConstants.of(given)
+        constants = WorkerConstants.of(given)
     except ConfigError as error:
         raise RequestError(Code.INVALID, str(error)) from None
+    rehearse(constants)
+    try:
+        return Common(constants, UpstreamContext(constants.upstream_roots))
+    except ValueError:  # each worker refuses its configuration and says why
+        return Common(constants, None)
 
 
-def order(fork: Fork, fds: list[int], common: WorkerConstants | None) -> spawn.Order:
+def _share() -> None:
+    """Keep the collector from the objects that exist now, because it would write to pages that workers share."""
+    gc.collect()
+    gc.freeze()
+
+
+def order(fork: Fork, fds: list[int], shared: Common | None) -> spawn.Order:
     """Return the order for a worker, from a request and its descriptors.
 
     Raises:
         RequestError: the number of descriptors is wrong, or there was no `Prepare`.
     """
-    if common is None:
+    if shared is None:
         raise RequestError(Code.UNAVAILABLE, "fork comes after prepare")
     if len(fds) != DESCRIPTORS:
         raise RequestError(Code.INVALID, f"fork takes {DESCRIPTORS} descriptors")
-    return spawn.Order(fork.sandbox, fork.generation, fork.uid, fork.gid, fork.cgroup, common, spawn.Descriptors(*fds))
+    return spawn.Order(
+        fork.sandbox,
+        fork.generation,
+        fork.uid,
+        fork.gid,
+        fork.cgroup,
+        shared.constants,
+        spawn.Descriptors(*fds),
+        shared.trusted,
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -172,8 +204,7 @@ def main(arguments: list[str]) -> int:
     control.set_inheritable(False)
     control.setblocking(True)
     spawn.preload()
-    gc.collect()
-    gc.freeze()
+    _share()
     try:
         Zygote(control).run()
     except (FrameError, OSError) as error:

@@ -135,11 +135,13 @@ class FlowEngine:
         ledger: Ledger,
         upstream_roots: str,
         limits: EngineLimits | None = None,
+        trusted: UpstreamContext | None = None,
     ) -> None:
         """Make an engine.
 
         Args:
             ledger: the counts of the sandbox.
+            trusted: used if its certificates are `upstream_roots`: the zygote has read them before the fork.
             upstream_roots: PEM text of all certificates that servers are verified against.
 
         Raises:
@@ -151,7 +153,9 @@ class FlowEngine:
         self._limits = limits or EngineLimits()
         self._identity = identity
         self._clients = ClientContexts()
-        self._upstream = UpstreamContext(upstream_roots)
+        if trusted is None or trusted.roots_pem != upstream_roots:
+            trusted = UpstreamContext(upstream_roots)
+        self._upstream = trusted
         self._pool: Pool[Any] = Pool(self._limits, lambda: len(self._live))
         self._http2 = Http2Servers(time.monotonic)
         self._live: set[Flow] = set()

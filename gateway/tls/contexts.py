@@ -92,7 +92,11 @@ class ClientContexts:
 
 
 class UpstreamContext:
-    """Makes the client ends of handshakes with servers."""
+    """Makes the client ends of handshakes with servers.
+
+    Attributes:
+        roots_pem: the certificates that it trusts.
+    """
 
     def __init__(self, roots_pem: str) -> None:
         """Trust exactly the certificates of `roots_pem`.
@@ -101,6 +105,7 @@ class UpstreamContext:
             ValueError: `roots_pem` has no certificate, or other content.
         """
         roots = x509.load_pem_x509_certificates(roots_pem.encode("ascii"))
+        self.roots_pem = roots_pem
         self._context = _context(SSL.TLS_CLIENT_METHOD)
         self._context.set_options(SSL.OP_NO_TICKET)
         self._context.set_verify(SSL.VERIFY_PEER, None)

@@ -7,7 +7,8 @@ import pytest
 
 from gateway.config import WorkerConstants
 from gateway.spawn import Descriptors, Order
-from gateway.zygote import constants, order
+from gateway.zygote import Common, common, order
+from testbed.pki import make_authority
 from wire import Code, RequestError
 from wire.api.zygote import DESCRIPTORS, OPERATIONS, Fork, Prepare
 
@@ -21,25 +22,34 @@ REQUEST: dict[str, Any] = {
 FORK = Fork("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",))
 FDS = list(range(3, 3 + DESCRIPTORS))
 CONSTANTS = WorkerConstants("pem", (), IPv4Address("192.0.2.2"))
+COMMON = Common(CONSTANTS, None)
 
 
 def test_a_whole_request_is_an_order() -> None:
     expected = Order("sbx-1", 1, 700001000, 700001000, ("/sys/fs/cgroup/x",), CONSTANTS, Descriptors(*FDS))
     assert FORK == OPERATIONS.read("fork", REQUEST)
-    assert expected == order(FORK, FDS, CONSTANTS)
+    assert expected == order(FORK, FDS, COMMON)
 
 
 def test_what_workers_have_in_common_is_read_once_and_comes_before_a_fork() -> None:
-    assert CONSTANTS == constants(Prepare("pem", (), "192.0.2.2"))
+    assert COMMON == common(Prepare("pem", (), "192.0.2.2"))  # its roots cannot be read: each worker refuses them
     with pytest.raises(RequestError) as refused:
         order(FORK, FDS, None)
     assert Code.UNAVAILABLE is refused.value.code
 
 
+def test_the_roots_are_read_before_the_fork() -> None:
+    pem = make_authority("Roots").pem
+    read = common(Prepare(pem, (), "192.0.2.2"))
+    assert read.trusted is not None
+    assert pem == read.trusted.roots_pem
+    assert read.trusted is order(FORK, FDS, read).trusted
+
+
 @pytest.mark.parametrize("changes", [{"inside": "x"}, {"limits": {"surprise": 1}}, {"dns_upstreams": ("name:53",)}])
 def test_constants_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
-        constants(Prepare(**({"upstream_roots": "pem", "dns_upstreams": (), "inside": "192.0.2.2"} | changes)))
+        common(Prepare(**({"upstream_roots": "pem", "dns_upstreams": (), "inside": "192.0.2.2"} | changes)))
     assert Code.INVALID is refused.value.code
 
 
@@ -70,5 +80,5 @@ def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fds", [[], FDS[:7], [*FDS, 18]])
 def test_another_number_of_descriptors_is_refused(fds: list[int]) -> None:
     with pytest.raises(RequestError) as refused:
-        order(FORK, fds, CONSTANTS)
+        order(FORK, fds, COMMON)
     assert Code.INVALID is refused.value.code
