@@ -8,7 +8,11 @@
 - Every difference causes an alarm record. The reaction never waits for the record: what auditd cannot accept now it
   gets later.
 - Each round also reads the counts of the packets that the kernel has dropped of each sandbox, for the log (`drops`).
-- Rules are listed only if nft has counted a change in the namespace, and in each `_LIST_EVERY`th round.
+- Rules are listed only if nft has counted a change in the namespace. Those of each slot are listed anyway in every
+  `_LIST_EVERY`th round, later if these would be more than `_LISTED` in a round.
+- Links, addresses, routes, rules and the settings of the gateway's link are compared in each round. Other settings, and
+  the counts, are read of at most `_FULL` slots in each round, in turn: the kernel takes several times as long for them.
+  So with more than `_FULL` sandboxes a change of another setting is found some rounds later.
 
 The watch does not look into the sandbox: if runsc removes addresses and routes on its side, this is no difference. A
 change that is undone between two rounds can be missed; the slot itself ensures that nothing leaves meanwhile.
@@ -16,13 +20,13 @@ change that is undone between two rounds can be missed; the slot itself ensures 
 
 import asyncio
 import logging
-import os
 import random
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtimes.alarms import Alarms, Breach
+from runtimes.checks.examiner import Examiner, Item, Known, Seen
 from runtimes.engine.docker import Docker, DockerError
 from runtimes.net import netns, netstate, slots
 from runtimes.net.drops import Drops
@@ -34,12 +38,18 @@ from runtimes.sandboxes import Sandboxes
 
 _ROUND_SECONDS = 3.0
 _JITTER = 0.2
-_PARALLEL = 4
+_CHUNK = 16
+"""The number of slots that are read in one call. Launches wait for the interpreter while one is read."""
+_FULL = 24
+_LISTED = 2
 _LIST_EVERY = 20
 _UNREADABLE = 2
 """The number of consecutive rounds in which a slot cannot be read, from which it counts as changed."""
 _ORDER = ("link", "address", "route", "policy", "neighbour", "queue", "setting")
 _NEVER = -1
+
+type Watched = tuple[str, slots.Slot, str]
+"""Id, slot and container of a running sandbox."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +61,10 @@ class SlotReference:
     gateway: frozenset[str]
     sandbox: frozenset[str]
     rules: str
+
+    def of_gateway(self, *, state: bool, settings: bool) -> frozenset[str]:
+        """Return the facts of the gateway's side: its settings, or everything else, or both."""
+        return frozenset(fact for fact in self.gateway if (settings if _kind(fact) == "setting" else state))
 
 
 def reference(directory: Path, index: int, plan: NetworkPlan) -> SlotReference:
@@ -103,6 +117,16 @@ def _breach(side: str, came: Iterable[str], gone: Iterable[str]) -> Breach | Non
     return Breach(f"isolation.{_kind(changes[0][2])}", f"{side} side: {'; '.join(words)}{more}"[:400])
 
 
+def in_turn(turn: float, number: int, most: int, every: int = 1) -> tuple[frozenset[int], float]:
+    """Return the places of those of `number` slots whose turn it is in this round, and the turn of the next round.
+
+    Each slot has its turn once in `every` rounds. If these would be more than `most` slots in a round, it is later.
+    """
+    begin = turn % max(1, number)
+    end = begin + min(most, number / every)
+    return frozenset(place % number for place in range(int(begin), int(end))), end
+
+
 class Watch:
     """Watches from `start` to `stop`. It makes slots in `directory`. A change of `files` prevents launches."""
 
@@ -125,7 +149,10 @@ class Watch:
         self._files = files
         self._golden: SlotReference | None = None
         self._rounds = 0
-        self._generations: dict[int, int] = {}
+        self._known: dict[int, Known] = {}
+        self._full_turn = self._listed_turn = 0.0
+        self._examiner = Examiner()
+        self._parts: dict[tuple[bool, bool], SlotReference] = {}
         self._pids: dict[str, tuple[int, str | None]] = {}
         self._unreadable: dict[str, int] = {}
         self._standing: frozenset[Breach] = frozenset()
@@ -140,7 +167,12 @@ class Watch:
         Raises:
             OSError, netns.NftError: the reference could not be made.
         """
-        self._golden = await asyncio.to_thread(reference, self._directory, index, plan)
+        golden = self._golden = await asyncio.to_thread(reference, self._directory, index, plan)
+        self._parts = {
+            (state, settings): replace(golden, gateway=golden.of_gateway(state=state, settings=settings))
+            for state in (False, True)
+            for settings in (False, True)
+        }
         self._sandboxes.refusal = self.refusal
         self._task = asyncio.create_task(self._run(), name="watch")
 
@@ -169,30 +201,23 @@ class Watch:
         watched = self._sandboxes.watched()
         self._forget(watched)
         self._check_files(watched)
-        gate = asyncio.Semaphore(_PARALLEL)
-
-        async def one(check: Coroutine[None, None, None]) -> None:
-            async with gate:
-                await check
-
-        checks = [self._check_guard(), *(self._check(*item) for item in watched)]
-        for result in await asyncio.gather(*map(one, checks), return_exceptions=True):
+        for result in await asyncio.gather(self._check_guard(), self._check_all(watched), return_exceptions=True):
             if isinstance(result, BaseException):
                 _log.error("a check of the watch failed", exc_info=result)
         await self._drops.report()
 
-    def _forget(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
+    def _forget(self, watched: Iterable[Watched]) -> None:
         items = tuple(watched)
         names, containers = {item[0] for item in items}, {item[2] for item in items}
         inodes = {item[1].gateway_inode for item in items}
         self._unreadable = {name: count for name, count in self._unreadable.items() if name in names}
         self._drops.forget(names)
         self._pids = {container: pid for container, pid in self._pids.items() if container in containers}
-        self._generations = {inode: number for inode, number in self._generations.items() if inode in inodes}
+        self._known = {inode: known for inode, known in self._known.items() if inode in inodes}
 
     # -- files of hostd
 
-    def _check_files(self, watched: Iterable[tuple[str, slots.Slot, str]]) -> None:
+    def _check_files(self, watched: Iterable[Watched]) -> None:
         """Judge wrappers and plans. A difference that persists is reported once."""
         by_container = {container: (name, slot) for name, slot, container in watched}
         standing = {Breach("isolation.file", f"{name} was changed") for name in self._files.changed()}
@@ -236,9 +261,31 @@ class Watch:
 
     # -- slots
 
-    async def _check(self, name: str, slot: slots.Slot, container: str) -> None:
+    async def _check_all(self, watched: Sequence[Watched]) -> None:
+        """Check all slots, in chunks."""
+        number = len(watched)
+        full, self._full_turn = in_turn(self._full_turn, number, _FULL)
+        listed, self._listed_turn = in_turn(self._listed_turn, number, _LISTED, _LIST_EVERY)
+        for begin in range(0, number, _CHUNK):
+            chunk = range(begin, min(begin + _CHUNK, number))
+            items = [
+                Item(slot, self._known.get(slot.gateway_inode), place in full, await self._pid(container))
+                for place, (_, slot, container) in ((place, watched[place]) for place in chunk)
+            ]
+            for place, seen in zip(chunk, await self._examiner.read(items), strict=True):
+                await self._check(watched[place], seen, listed=place in listed)
+
+    async def _check(self, one: Watched, seen: Seen | Exception, *, listed: bool) -> None:
+        """Judge one sandbox, and cut it off if it differs. `listed`: list the rules of its slot in any case."""
+        name, slot, container = one
         try:
-            finding = await self._judge(name, slot, container)
+            if isinstance(seen, Exception):
+                raise seen
+            if seen.counters is not None:
+                self._drops.seen(name, seen.counters)
+            known = self._known.get(slot.gateway_inode)
+            trusted = None if listed or known is None else known.generation
+            finding = await self._judge(slot, seen, trusted) or self._first_process(slot, container, seen.process)
         except netns.WrongNamespaceError as error:
             finding = Breach("isolation.namespace", str(error))
         except (OSError, netns.NftError) as error:
@@ -249,35 +296,30 @@ class Watch:
         else:
             self._unreadable.pop(name, None)
         if finding is not None:
+            self._known.pop(slot.gateway_inode, None)
             self._cut(name, slot, finding)
+        elif not isinstance(seen, Exception):
+            self._known[slot.gateway_inode] = seen.state
 
-    async def _judge(self, name: str, slot: slots.Slot, container: str) -> Breach | None:
-        known = None if self._rounds % _LIST_EVERY == 0 else self._generations.get(slot.gateway_inode)
-        finding, seen = await self._judge_slot(slot, known)
-        self._drops.seen(name, seen.counters)
-        if finding is not None:
-            return finding
-        self._generations[slot.gateway_inode] = seen.generation
-        return await self._first_process(slot, container)
-
-    async def _judge_slot(self, slot: slots.Slot, known: int | None) -> tuple[Breach | None, netstate.Gateway]:
-        """Judge the facts of a slot. List its rules unless their generation is `known`.
+    async def _judge(self, slot: slots.Slot, seen: Seen, known: int | None) -> Breach | None:
+        """Judge the state of a slot. List its rules unless their generation is `known`.
 
         Raises:
-            netns.WrongNamespaceError, OSError, netns.NftError: it cannot be read.
+            OSError, netns.NftError: its rules cannot be listed.
         """
-        expected = self._golden
-        if expected is None:
+        if self._golden is None:
             raise OSError("there is nothing to compare with")
-        seen = await asyncio.to_thread(netstate.gateway, slot.gateway, slot.gateway_inode, WATCHED_SYSCTLS)
-        if (finding := compare_gateway(expected, seen.facts)) is not None:
-            return finding, seen
-        inside = await asyncio.to_thread(netstate.facts, slot.sandbox, slot.sandbox_inode, tuple(SANDBOX_SYSCTLS))
-        if (finding := compare_sandbox(expected, inside)) is not None:
-            return finding, seen
-        if known == seen.generation or await self._has_its_rules(slot, expected):
-            return None, seen
-        return Breach("isolation.ruleset", "gateway side: the rules are not those of every slot"), seen
+        expected = self._parts[seen.gateway is not None, seen.gateway_settings is not None]
+        outer = (seen.gateway or frozenset()) | (seen.gateway_settings or frozenset())
+        if (finding := compare_gateway(expected, outer)) is not None:
+            return finding
+        if seen.sandbox is not None and (finding := compare_sandbox(expected, seen.sandbox)) is not None:
+            return finding
+        if seen.sandbox_settings is not None and (came := seen.sandbox_settings - expected.sandbox):
+            return _breach("sandbox", came, ())
+        if known == seen.state.generation or await self._has_its_rules(slot, expected):
+            return None
+        return Breach("isolation.ruleset", "gateway side: the rules are not those of every slot")
 
     @staticmethod
     async def _has_its_rules(slot: slots.Slot, expected: SlotReference) -> bool:
@@ -286,7 +328,10 @@ class Watch:
     async def judge_idle(self, slot: slots.Slot, known: int | None) -> int | None:
         """Judge a slot that no sandbox uses yet, as `slot_pool.Judge`. A slot that cannot be read counts as changed."""
         try:
-            finding, seen = await self._judge_slot(slot, known)
+            (seen,) = await self._examiner.read([Item(slot)])
+            if isinstance(seen, Exception):
+                raise seen
+            finding = await self._judge(slot, seen, known)
         except netns.WrongNamespaceError as error:
             finding = Breach("isolation.namespace", str(error))
         except (OSError, netns.NftError) as error:
@@ -294,27 +339,28 @@ class Watch:
             return None
         else:
             if finding is None:
-                return seen.generation
+                return seen.state.generation
         self._alarms.report(Breach(finding.rule, f"a slot made ahead is not used: {finding.reason}"[:400]))
         return None
 
-    async def _first_process(self, slot: slots.Slot, container: str) -> Breach | None:
-        """Judge the namespace of the container's first process. A process that has ended is not judged."""
+    async def _pid(self, container: str) -> int:
+        """Return the first process of a container, 0 if it is not known."""
         if container not in self._pids:
             try:
                 state = await self._docker.state(container)
             except DockerError:  # an outage of Docker is no change of the slot; the next round asks again
-                return None
+                return 0
             pid = 0 if state is None else state.pid
             self._pids[container] = (pid, predecessor.start_time(pid) if pid else None)
         pid, started = self._pids[container]
-        if started is None:
+        return pid if started is not None else 0
+
+    def _first_process(self, slot: slots.Slot, container: str, inode: int | None) -> Breach | None:
+        """Judge the namespace of the container's first process. A process that has ended is not judged."""
+        if inode is None or inode == slot.sandbox_inode or container not in self._pids:
             return None
-        try:
-            inode = os.stat(f"/proc/{pid}/ns/net").st_ino
-        except OSError:
-            return None
-        if predecessor.start_time(pid) != started or inode == slot.sandbox_inode:
+        pid, started = self._pids[container]
+        if predecessor.start_time(pid) != started:
             return None
         return Breach("isolation.namespace", "the container's first process is in another network namespace")
 

@@ -74,22 +74,31 @@ def inside[T](path: Path, work: Callable[[], T], inode: int | None = None) -> T:
         WrongNamespaceError: `inode` is given, and the namespace has another one; nothing was run.
     """
 
-    def enter() -> T:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if inode is None:
-                raise
-            raise WrongNamespaceError(f"{path.name} cannot be opened: {error.strerror}") from error
-        try:
-            if inode is not None and os.fstat(fd).st_ino != inode:
-                raise WrongNamespaceError(f"{path.name} is another namespace")
-            os.setns(fd, os.CLONE_NEWNET)
-        finally:
-            os.close(fd)
+    def entered() -> T:
+        enter(path, inode)
         return work()
 
-    return in_thread(enter)
+    return in_thread(entered)
+
+
+def enter(path: Path, inode: int | None = None) -> None:
+    """Move the calling thread into the namespace at `path`. It stays there, and keeps the namespace alive.
+
+    Raises:
+        WrongNamespaceError: `inode` is given, and the namespace has another one; the thread has not moved.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if inode is None:
+            raise
+        raise WrongNamespaceError(f"{path.name} cannot be opened: {error.strerror}") from error
+    try:
+        if inode is not None and os.fstat(fd).st_ino != inode:
+            raise WrongNamespaceError(f"{path.name} is another namespace")
+        os.setns(fd, os.CLONE_NEWNET)
+    finally:
+        os.close(fd)
 
 
 def create(path: Path, sysctls: Mapping[str, str]) -> int:

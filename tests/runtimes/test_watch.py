@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from runtimes.alarms import Alarms, Breach
-from runtimes.checks.watch import SlotReference, compare_gateway, compare_sandbox
+from runtimes.checks.watch import SlotReference, compare_gateway, compare_sandbox, in_turn
 from runtimes.daemons import Daemons
 from wire.api.auditd import Accepted, Entry, Record
 
@@ -100,3 +100,30 @@ async def test_alarms_wait_for_auditd_in_their_order_and_what_did_not_fit_is_cou
     assert [str(number) for number in range(256)] == [item.fields["reason"] for item in auditd.taken]
     assert [44] == [item.fields["count"] for item in auditd.taken if "count" in item.fields]
     assert {("alarm", "deny")} == {(item.kind, item.decision) for item in auditd.taken}
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "every", "rounds"),
+    [(1, 24, 1, 1), (24, 24, 1, 1), (500, 24, 1, 21), (5, 2, 20, 20), (500, 2, 20, 250)],
+)
+def test_each_slot_has_its_turn_and_no_round_has_too_many(number: int, most: int, every: int, rounds: int) -> None:
+    turn, seen = 0.0, []
+    for _ in range(rounds):
+        places, turn = in_turn(turn, number, most, every)
+        assert len(places) <= most
+        seen += places
+    assert set(range(number)) == set(seen)
+    assert len(seen) <= number + most
+
+
+def test_a_turn_continues_when_slots_come_and_go() -> None:
+    _, turn = in_turn(0.0, 100, 24)
+    assert frozenset({0, 1, 2}) == in_turn(turn, 3, 24)[0]
+    assert frozenset() == in_turn(turn, 0, 24)[0]
+
+
+def test_settings_are_compared_only_if_they_were_read() -> None:
+    assert frozenset() == GOLDEN.of_gateway(state=False, settings=False)
+    assert GATEWAY == GOLDEN.of_gateway(state=True, settings=True)
+    assert {"setting net/ipv4/ip_forward is 0"} == GOLDEN.of_gateway(state=False, settings=True)
+    assert GATEWAY - {"setting net/ipv4/ip_forward is 0"} == GOLDEN.of_gateway(state=True, settings=False)
