@@ -184,6 +184,7 @@ class Sandboxes:
         seconds = {
             "slot": slotted - began,
             "gateway": gated - slotted,
+            "worker": 0.0 if sandbox.worker is None else sandbox.worker.took,
             "create": created - began,
             "start": ended - max(gated, created),
             "launch": ended - began,

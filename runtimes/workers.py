@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -89,8 +90,9 @@ class WorkerProcess:
         rings: Rings,
         ring: RingFiles,
         output: Output,
+        asked: float,
     ) -> None:
-        """Observe process `pid`, which writes `output`, and own `ring`.
+        """Observe process `pid`, which writes `output`, and own `ring`. Its fork was requested at `asked` (monotonic).
 
         `ledger` is read for progress; the caller still owns it.
         """
@@ -105,6 +107,9 @@ class WorkerProcess:
         self._ring = ring
         self._output = output
         self._gone = False
+        self._asked = asked
+        self.took = 0.0
+        """Seconds from the request for its fork until it confirmed its first policy."""
         self.reconnects = 0
         """The number of new channels that it was given."""
 
@@ -126,6 +131,7 @@ class WorkerProcess:
         answer = await within(self.pid, seconds, self.control.ask(request, timeout=None))
         if answer.digest != digest:
             raise ConnectionError("the worker confirmed something else")
+        self.took = self.took or time.monotonic() - self._asked
         return digest
 
     async def reconnect(self, daemon: str) -> None:
@@ -278,10 +284,11 @@ async def spawn_worker(
             channels = (control_there, audit_here, vault_here)
             given = (*channels, netns_fd, guard.pidfd, ingress, ledger, *ring.for_worker, errors)
             fds = [one.fileno() if isinstance(one, socket.socket) else one for one in given]
+            began = time.monotonic()
             forked = await zygote.ask(fork, fds=fds, timeout=_SPAWN_SECONDS)
             control.start()
             pid = _child(forked.pid, parent)
-            spawned = WorkerProcess(identity, pid, control, daemons, cgroups, ledger, rings, ring, output)
+            spawned = WorkerProcess(identity, pid, control, daemons, cgroups, ledger, rings, ring, output, began)
             keep_ring.pop_all()
             return spawned
         except BaseException:

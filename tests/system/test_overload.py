@@ -125,7 +125,7 @@ def watched(gate: Gate) -> Iterator[threading.Event]:
         control.start()
         identity = WorkerIdentity(gate.rig.sandbox, gate.rig.generation, UID, Path("/none"))
         none: Any = None
-        eye = WorkerProcess(identity, gate.pid, control, none, none, gate.ledger, none, none, none)
+        eye = WorkerProcess(identity, gate.pid, control, none, none, gate.ledger, none, none, none, 0.0)
         ended = asyncio.create_task(eye.ended())
         ended.add_done_callback(lambda task: None if task.cancelled() else replaced.set())
         await asyncio.to_thread(stop.wait)
