@@ -25,7 +25,7 @@ from bench.figures import Figure, Goal
 from bench.fixture import BenchError, Fixture, wait_until
 from runtimes.engine import seccomp
 from runtimes.engine.profile import RUNSC
-from testbed.stack import IMAGE
+from testbed.stack import IMAGE, Stack
 
 PLAIN = {"runc": "runc", "runsc": "plain-runsc"}
 WHOLE = {"runc": 400.0, "runsc": 600.0}
@@ -65,8 +65,8 @@ def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figu
         ready.append(to_ready)
         command.append(to_result - to_ready)
         whole.append(to_result)
-    timings = dict(_LAUNCHED.findall(fixture.stack.log.read_text()))
-    parts = {part: [json.loads(timings[name])[f"{part}_ms"] for name in names] for part in _PARTS}
+    timings = launched(fixture.stack)
+    parts = {part: [timings[name][f"{part}_ms"] for name in names] for part in _PARTS}
     peer = f"create {runtime}: Docker alone"
     outside = [one - launch for one, launch in zip(ready, parts["launch"], strict=True)]
     return [
@@ -81,6 +81,11 @@ def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figu
         Figure(f"create {runtime}: of it the command", "ms", command),
         Figure(f"create {runtime}: of it the SDK's own processor time", "ms", callers),
     ]
+
+
+def launched(stack: Stack) -> dict[str, dict[str, float]]:
+    """Return the parts of the launch of each sandbox in milliseconds, as hostd timed them, from its log."""
+    return {name: json.loads(parts) for name, parts in _LAUNCHED.findall(stack.log.read_text())}
 
 
 def _sallyport(fixture: Fixture, runtime: str) -> tuple[str, float, float, float]:
@@ -105,7 +110,21 @@ def _sallyport(fixture: Fixture, runtime: str) -> tuple[str, float, float, float
 def _plain(api: Any, docker_socket: str, runtime: str) -> tuple[float, float]:
     """Return the milliseconds until a container of Docker has printed something, and those of this process's cpu."""
     began, spent = time.perf_counter(), time.process_time()
-    host = api.create_host_config(
+    host = host_config(api, runtime)
+    command = ["sh", "-c", "echo ready; exec tail -f /dev/null"]
+    container = api.create_container(image=IMAGE, command=command, host_config=host)["Id"]
+    try:
+        with _attached(docker_socket, container) as output:
+            api.start(container)
+            output.recv(1)
+            return 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - spent)
+    finally:
+        api.remove_container(container, force=True)
+
+
+def host_config(api: Any, runtime: str) -> Any:
+    """Return the limits of a sandbox for a container of Docker alone."""
+    return api.create_host_config(
         network_mode="none",
         cap_drop=["ALL"],
         security_opt=["no-new-privileges:true", f"seccomp={seccomp.profile_json()}"],
@@ -118,15 +137,6 @@ def _plain(api: Any, docker_socket: str, runtime: str) -> tuple[float, float]:
         cgroupns="private",
         runtime=runtime,
     )
-    command = ["sh", "-c", "echo ready; exec tail -f /dev/null"]
-    container = api.create_container(image=IMAGE, command=command, host_config=host)["Id"]
-    try:
-        with _attached(docker_socket, container) as output:
-            api.start(container)
-            output.recv(1)
-            return 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - spent)
-    finally:
-        api.remove_container(container, force=True)
 
 
 @contextmanager

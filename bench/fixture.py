@@ -17,6 +17,7 @@ from testbed.internet import Internet, InternetError, ip, whole_lines
 from testbed.pki import write_host_certificate
 from testbed.stack import Stack, code_image
 
+SYSTEM_ROOTS = Path("/etc/ssl/certs/ca-certificates.crt")
 CLIENT = Path(__file__).with_name("load.py")
 _INSIDE = "/tmp/load.py"  # noqa: S108 - inside a sandbox
 POLICY = Path(__file__).with_name("policy.yaml")
@@ -45,6 +46,16 @@ class BenchStack(Stack):
         return super().settings.replace("dns_upstreams =", f"{more}dns_upstreams =", 1)
 
 
+class DensityStack(BenchStack):
+    """The benchmarks' server, whose gateways trust the authorities of the system beside that of the internet."""
+
+    @property
+    def settings(self) -> str:
+        both = self.directory / "roots.pem"
+        both.write_text(f"{SYSTEM_ROOTS.read_text()}\n{self.internet.roots.read_text()}")
+        return super().settings.replace(f'upstream_roots = "{self.internet.roots}"', f'upstream_roots = "{both}"')
+
+
 class CodeStack(BenchStack):
     """The benchmarks' server, with the code-interpreter image."""
 
@@ -71,8 +82,8 @@ class Fixture:
 
 
 @contextmanager
-def fixture(directory: Path, prefix: str, *, code: bool) -> Iterator[Fixture]:
-    """Start everything below `directory`, with the code-interpreter image if `code`; stop it at the end.
+def fixture(directory: Path, prefix: str, stack_of: type[BenchStack] = BenchStack) -> Iterator[Fixture]:
+    """Start everything below `directory`, with a server `stack_of`; stop it at the end.
 
     Raises:
         InternetError, StackError: it could not be started.
@@ -82,7 +93,7 @@ def fixture(directory: Path, prefix: str, *, code: bool) -> Iterator[Fixture]:
     with (
         Internet(prefix, directory / "internet", accounts) as internet,
         _far_end(internet),
-        (CodeStack if code else BenchStack)(internet, directory / "sallyport", policy=POLICY) as stack,
+        stack_of(internet, directory / "sallyport", policy=POLICY) as stack,
     ):
         stack.sallyport("vault", "put", SECRET, "--host", INJECTED, stdin=token)
         stack.sallyport("vault", "put", PAGE_SECRET, "--host", list(PAGES)[-1], stdin=token)

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import create, execd, first_code, gateway, goals, pause, policy_change
+from bench import create, density, execd, first_code, gateway, goals, pause, policy_change
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
-from bench.fixture import BenchError, Fixture, fixture
+from bench.fixture import BenchError, BenchStack, CodeStack, DensityStack, Fixture, fixture
 from testbed.internet import PREFIX, InternetError
 from testbed.stack import StackError
 
@@ -27,6 +27,8 @@ BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "pause": pause.measure,
     "code": first_code.measure,
 }
+ON_DEMAND: dict[str, Callable[[Fixture, int], list[Figure]]] = {"density": density.measure}
+"""Benchmarks that take most of the machine's memory. Each runs only if it is named, and alone."""
 ROUNDS = 20
 
 
@@ -40,28 +42,41 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     """Run the named benchmarks, or all; return the exit status. A missed goal is no failure."""
+    known = BENCHES | ON_DEMAND
     parser = argparse.ArgumentParser(prog="./run bench", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}; all if none is named")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all but density if none is named"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"samples of each figure ({ROUNDS})")
     parser.add_argument("--output", type=Path, help="the JSON document; else a new file below the home directory")
     help_only = "a path of the benchmark gateway; may be repeated; else all: %(choices)s"
     parser.add_argument("--only", action="append", choices=goals.WAYS, metavar="WAY", help=help_only)
+    of_density = "of the benchmark density (%(default)s); 0: none"
+    parser.add_argument("--sandboxes", type=int, default=density.SANDBOXES_WANTED, help=f"idle sandboxes {of_density}")
+    parser.add_argument("--slots", type=int, default=density.SLOTS_WANTED, help=f"slots without sandboxes {of_density}")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in BENCHES]:
+    if unknown := [name for name in options.names if name not in known]:
         parser.error(f"there is no benchmark {unknown[0]!r}")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if min(options.sandboxes, options.slots) < 0 or 0 < options.sandboxes < density.LEAST:
+        parser.error(f"--sandboxes must be 0 or at least {density.LEAST}, --slots at least 0")
     names = options.names or list(BENCHES)
     if options.only and "gateway" not in names:
         parser.error("--only is an option of the benchmark gateway")
-    benches = BENCHES | {"gateway": partial(gateway.measure, only=options.only or goals.WAYS)}
+    if set(names) & ON_DEMAND.keys() and len(set(names)) > 1:
+        parser.error("density takes most of the machine: name it alone")
+    benches = known | {
+        "gateway": partial(gateway.measure, only=options.only or goals.WAYS),
+        "density": partial(density.measure, sandboxes=options.sandboxes, number_of_slots=options.slots),
+    }
     signal.signal(signal.SIGTERM, _interrupt)
     about = machine()
     figures: list[Figure] = []
     try:
         with tempfile.TemporaryDirectory(prefix="sallyport-bench-") as name:
             Path(name).chmod(0o711)
-            with fixture(Path(name), prefix, code="code" in names) as made:
+            with fixture(Path(name), prefix, _stack(names)) as made:
                 for bench in names:
                     print(f"bench: {bench}, {options.rounds} rounds", file=sys.stderr, flush=True)
                     figures += benches[bench](made, options.rounds)
@@ -86,6 +101,12 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
         output.with_suffix(".svg").write_text(chart)
         print(f"SVG: {output.with_suffix('.svg')}")
     return 0
+
+
+def _stack(names: list[str]) -> type[BenchStack]:
+    if "density" in names:
+        return DensityStack
+    return CodeStack if "code" in names else BenchStack
 
 
 if __name__ == "__main__":
