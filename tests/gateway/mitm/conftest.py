@@ -23,6 +23,7 @@ from gateway.engines.http1.flow import Http1Flow
 from gateway.engines.mitm.connection import FlowConnection
 from gateway.engines.port import EngineLimits, InspectedFlow
 from gateway.ledger import Ledger
+from gateway.tls.contexts import UpstreamContext
 from gateway.tls.hello import Hello, NeedMore, RequestHead, read_head, read_hello
 from gateway.tls.identity import LeafMint
 from policy.compiled import SecretAt
@@ -220,6 +221,7 @@ class Rig:
     decide: Callable[[RequestFacts], AllowRequest | Deny] | None = None
     flows: list[asyncio.Task[None]] = field(default_factory=list)
     engine: FlowEngine = None  # type: ignore[assignment]
+    trusted: UpstreamContext | None = None
     broken_lease: bool = False
     over: Over | None = None
     leased: list[RequestFacts] = field(default_factory=list)
@@ -451,6 +453,7 @@ class running:
             ledger=Ledger.fresh(),
             upstream_roots=rig.upstream_root.pem,
             limits=self.limits,
+            trusted=rig.trusted,
         )
         self.upstream = await asyncio.start_server(rig.upstream.serve, "127.0.0.1", 0, ssl=self.context)
         self.front = await asyncio.start_server(rig.accept, "127.0.0.1", 0)

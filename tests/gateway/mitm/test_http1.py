@@ -9,6 +9,7 @@ import time
 import pytest
 
 from gateway.engines.port import EngineLimits
+from gateway.tls.contexts import UpstreamContext
 from policy.facts import Scheme
 
 from .conftest import Lab, Reply, Rig, read_all, server_context
@@ -41,6 +42,23 @@ def outcomes(rig: Rig) -> list[object]:
 async def test_a_connection_carries_one_request_after_another(rig: Rig) -> None:
     answer = await rig.exchange(b"".join(GET % number for number in range(5)))
     assert (5, 5, 1) == (answer.count(b"200 OK"), rig.upstream.requests, rig.dials)
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_roots_that_were_read_before_the_fork_count_only_if_they_are_the_configured_ones(
+    same: bool, lab: Lab
+) -> None:
+    """Otherwise the engine reads the configured ones, and no server of the others is trusted."""
+    before = UpstreamContext((lab.upstream_root if same else lab.stranger("Other")).pem)
+    entered = lab.running(lab.tls(lab.upstream_root.leaf("good.test")))
+    entered.rig.trusted = before
+    async with entered as rig:
+        assert b" 200 " in await rig.exchange(GET % 1)
+    stranger = lab.stranger("Other")
+    entered = lab.running(lab.tls(stranger.leaf("good.test")))
+    entered.rig.trusted = before if same else UpstreamContext(stranger.pem)
+    async with entered as rig:
+        assert b" 502 " in await rig.exchange(GET % 1)
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"])
