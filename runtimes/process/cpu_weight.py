@@ -15,10 +15,10 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from runtimes.process.cgroups import Processor
+from runtimes.process.liveness import stat_fields
 
 SECONDS: Final = 0.5
 HEAVY: Final = 0.4
@@ -105,5 +105,5 @@ def process_seconds(pid: int) -> float:
     Raises:
         OSError: there is no such process.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_fields(f"/proc/{pid}/stat")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
