@@ -97,7 +97,8 @@ def _sandboxes(fixture: Fixture, number: int) -> list[Figure]:
         Figure("worker: its processor time before it rests", "ms", [1000 * one for one in with_all.started]),
         *_of_workers(with_all),
         *_by_component(at_rest, with_all, number),
-        Figure(f"{_IDLE}: one, memory of the machine", "MiB", [(empty - full) / number]),
+        Figure("one sandbox: memory of the kernel", "MiB", [(with_all.kernel - at_rest.kernel) / 1024 / number]),
+        Figure("one sandbox: memory of the machine", "MiB", [(empty - full) / number]),
     ]
 
 
@@ -140,12 +141,14 @@ _PEER_MEMORY = "one container of Docker alone: sandbox, gofer and shim"
 class Look:
     """The memory of each component, and its share of a core in percent over a time of rest.
 
-    `started` are the seconds of processor time that each worker had used before.
+    `started` are the seconds of processor time that each worker had used before, `kernel` the KiB of the kernel's own
+    objects.
     """
 
     memory: dict[str, list[components.Memory]]
     share: dict[str, float]
     started: list[float]
+    kernel: int
 
     def pss(self, name: str) -> float:
         """Return the PSS of a component, in MiB."""
@@ -160,7 +163,7 @@ def _look(fixture: Fixture, settle: float, rest: float) -> Look:
     seconds, took = meter.read(), time.monotonic() - began
     memory = {name: components.memory(pids) for name, pids in members(found).items()}
     share = {name: 100 * used / took for name, used in seconds.items()}
-    return Look(memory, share, meter.begun(WORKERS))
+    return Look(memory, share, meter.begun(WORKERS), slots.kernel_kib(Path("/proc/meminfo").read_text()))
 
 
 async def _create(fixture: Fixture, number: int, made: list[str]) -> list[float]:
@@ -273,7 +276,7 @@ def _docker(fixture: Fixture) -> Iterator[Any]:
 
 def _peer(fixture: Fixture, api: Any, number: int) -> list[Figure]:
     """Measure containers of Docker alone."""
-    empty = available_mib()
+    empty, kernel = available_mib(), slots.kernel_kib(Path("/proc/meminfo").read_text())
     with _containers(api, number):
         look = _look(fixture, SETTLE_SECONDS, REST_SECONDS)
         full = available_mib()
@@ -282,6 +285,7 @@ def _peer(fixture: Fixture, api: Any, number: int) -> list[Figure]:
     return [
         Figure("containers of Docker alone: running", "", [number]),
         Figure(_PEER_MEMORY, "MiB", [theirs]),
+        Figure("one container of Docker alone: memory of the kernel", "MiB", [(look.kernel - kernel) / 1024 / number]),
         Figure("one container of Docker alone: memory of the machine", "MiB", [(empty - full) / number]),
         Figure("containers of Docker alone: processor, with dockerd and containerd", "% of a core", [busy]),
     ]
