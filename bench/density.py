@@ -220,9 +220,16 @@ async def _remove(fixture: Fixture, made: Sequence[str]) -> None:
 
         async def some() -> None:
             for name in names:
-                answer = await http.delete(f"/sandboxes/{name}")
-                if answer.status_code not in (204, 404):
-                    raise BenchError(f"{name} was not removed: {answer.status_code} {answer.text[:200]}")
+                deadline = time.monotonic() + _REMOVE_SECONDS
+                while (answer := await http.delete(f"/sandboxes/{name}")).status_code not in (204, 404):
+                    log = [line for line in fixture.stack.log.read_text().splitlines() if name in line]
+                    problem = f"{name} was not removed: {answer.status_code} {answer.text[:200]}\n" + "\n".join(
+                        log[-5:]
+                    )
+                    if time.monotonic() > deadline:
+                        raise BenchError(problem)
+                    print(f"bench: {problem}; again", file=sys.stderr, flush=True)
+                    await asyncio.sleep(1)
 
         await _together(PARALLEL, some)
 
