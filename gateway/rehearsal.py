@@ -93,7 +93,7 @@ def _inspect() -> None:
     if mint.due or not mint.signs(_HOST):
         raise ValueError("the authority of the rehearsal is not valid")
     client = MemoryTls(UpstreamContext(certificate).connect(_HOST, [b"http/1.1"]))
-    server = MemoryTls(ClientContexts().accept(mint.leaf(_HOST)))
+    server = MemoryTls(ClientContexts().accept(mint.leaf(_HOST), http2=False))
     client.handshake()
     for _ in range(_ROUNDS_OF_A_HANDSHAKE):
         server.receive(client.to_send())
