@@ -7,7 +7,6 @@ configuration or state database is unusable, because a restart would not help.
 
 import logging
 import os
-import secrets
 import socket
 import sys
 from pathlib import Path
@@ -22,7 +21,8 @@ from lifecycle.api.credentials import Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.config.serve import ServeConfig
 from lifecycle.egress.policies import Policies
-from lifecycle.sandboxes.schema import SchemaError
+from lifecycle.lasting import token_key
+from lifecycle.sandboxes.registry import RegistryError, SchemaError
 from policy.load import PolicyError
 from wire.errors import ConfigError
 
@@ -30,22 +30,6 @@ EXIT_CONFIG = 78
 READY_FD = "SALLYPORT_READY_FD"
 
 _log = logging.getLogger("lifecycle")
-
-
-def token_key(directory: Path) -> bytes:
-    """Return the key from which the sandboxes' tokens are derived. It is created at the first start."""
-    path = directory / "token-key"
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        temporary = directory / "token-key.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(secrets.token_bytes(32))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        return path.read_bytes()
 
 
 async def serve(config: ServeConfig, listener: socket.socket) -> None:
@@ -108,7 +92,7 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, PolicyError, SchemaError, ValueError) as error:
         _log.error("%s", error)
         return EXIT_CONFIG
-    except OSError as error:
+    except (OSError, RegistryError) as error:
         _log.error("cannot run: %s", error)
         return 1
     return 0

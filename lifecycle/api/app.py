@@ -19,14 +19,17 @@ from starlette.exceptions import HTTPException
 from lifecycle.api.auth import BrowserGuard
 from lifecycle.api.credentials import KeyRing, Tokens
 from lifecycle.api.edge import Edge
-from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
+from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
 from lifecycle.api.routes import endpoints, networkpolicy, sandboxes, system, unsupported
 from lifecycle.api.routes.context import Context
 from lifecycle.config.serve import ServeConfig
 from lifecycle.daemon_clients import Auditd, Daemon, Hostd, Vaultd
+from lifecycle.database.engine import PostgreSQL, SQLite
+from lifecycle.database.table import SandboxTable
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.policies import Policies
 from lifecycle.egress.routes import EgressApi
+from lifecycle.lasting import identity
 from lifecycle.proxy.ingress import WayIn
 from lifecycle.proxy.server import Proxy
 from lifecycle.sandboxes.clock import Clock
@@ -34,7 +37,7 @@ from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.reaper import Observer, Reaper
-from lifecycle.sandboxes.registry import Registry
+from lifecycle.sandboxes.registry import Registry, RegistryError
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
 from policy.strict import place, unknown
@@ -92,7 +95,7 @@ class Server:
 
 def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
     """Compose a server. This needs a running event loop."""
-    registry = Registry(config.state_dir / "sallyport.db")
+    registry = Registry(state_table(config))
     uids = config.daemon_uids
     hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
     vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
@@ -177,6 +180,27 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
     )
 
 
+def state_table(config: ServeConfig) -> SandboxTable:
+    """Return the table of this server's rows, in the configured database, which is not opened yet.
+
+    Raises:
+        OSError: the server's identity cannot be read or made.
+        ValueError: the DSN is none.
+    """
+    given = config.database
+    database = (
+        SQLite(config.state_dir / "sallyport.db")
+        if given is None
+        else PostgreSQL(
+            given.dsn,
+            connections=given.connections,
+            connect_seconds=given.connect_seconds,
+            statement_seconds=given.statement_seconds,
+        )
+    )
+    return SandboxTable(database, identity(config.state_dir))
+
+
 def api(context: Context) -> FastAPI:
     """Build the FastAPI application: every route under `/` and under `/v1`."""
     app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
@@ -186,6 +210,7 @@ def api(context: Context) -> FastAPI:
         for module in (sandboxes, endpoints, networkpolicy, system, unsupported):
             app.include_router(module.router, prefix=prefix)
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RegistryError, _no_database)
     app.add_exception_handler(RequestValidationError, _schema_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
@@ -195,6 +220,10 @@ def api(context: Context) -> FastAPI:
 async def _api_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)  # noqa: S101 - narrows the type of Starlette's signature
     return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+async def _no_database(_: Request, __: Exception) -> JSONResponse:
+    return await _api_error(_, no_database())
 
 
 async def _schema_error(_: Request, error: Exception) -> JSONResponse:

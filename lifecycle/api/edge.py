@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 
 from lifecycle.api.auth import BrowserGuard, Caller, Refusals
 from lifecycle.api.credentials import API_KEY_HEADER, KeyRing
-from lifecycle.api.errors import UNKNOWN_ERROR, ApiError
+from lifecycle.api.errors import UNKNOWN_ERROR, ApiError, no_database
 from lifecycle.proxy.headers import EGRESS_PORT
 from lifecycle.proxy.server import ROUTE, Message, Proxy, Receive, Scope, Send, read_body, refuse_websocket
+from lifecycle.sandboxes.registry import RegistryError
 
 MAX_BODY = 4 * 1024 * 1024
 BODY_SECONDS = 30.0
@@ -54,6 +55,9 @@ class Edge:
             await self._serve(scope, receive, answer, request_id)
         except ApiError as error:
             await answer.refuse(scope, error)
+        except RegistryError:
+            if not answer.started:
+                await answer.refuse(scope, no_database())
         except Exception as error:  # noqa: BLE001 - of an answer that has begun uvicorn sees that it ends too early
             _log.exception("request failed with %s", type(error).__name__, exc_info=False)
             if not answer.started:

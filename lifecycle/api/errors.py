@@ -59,3 +59,8 @@ def busy(message: str, seconds: int = 1) -> ApiError:
 def unavailable(code: str, message: str) -> ApiError:
     """Return the error for a required daemon that does not answer."""
     return ApiError(503, code, message, {"Retry-After": "1"})
+
+
+def no_database() -> ApiError:
+    """Return the error for a state database that does not answer, or refuses a write."""
+    return unavailable("DATABASE::UNAVAILABLE", "The state database does not answer.")

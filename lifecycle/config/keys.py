@@ -138,6 +138,21 @@ def _docker_runtime(value: Any) -> str:
     raise ValueError('must be "" or "gvisor"; others are not supported')
 
 
+_PASSWORD = re.compile(r"password|://[^/@?]*:[^/@?]*@", re.IGNORECASE)
+
+
+def _dsn(value: Any) -> str:
+    dsn = str(_text(value))
+    if not re.match(r"postgres(ql)?://|[a-z]+ *=", dsn):
+        raise ValueError('must be a DSN of PostgreSQL: "postgresql://user@host/name" or "host=... user=... dbname=..."')
+    if _PASSWORD.search(dsn):
+        raise ValueError(
+            "must have no password, because more users read this file: use dsn_file, SALLYPORT_DATABASE_DSN, or a "
+            "passfile"
+        )
+    return dsn
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The bounds of a type that has its own check, in words."""
@@ -160,6 +175,7 @@ Cpu = Annotated[int, PlainValidator(_cpu), Bounds("above 0")]
 Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
 DaemonMemory = Annotated[int, PlainValidator(_daemon_memory), Bounds(f"at least {LEAST_MEMORY >> 20}Mi")]
+Dsn = Annotated[str, PlainValidator(_dsn), Bounds("a DSN in a form of libpq, without a password")]
 SecureRuntime = Annotated[str, PlainValidator(_docker_runtime), Bounds('`""` or `"gvisor"`')]
 
 
@@ -250,6 +266,32 @@ class SettingsModel(BaseModel):
     sallyport_state_dir: AbsolutePath = _key("sallyport.state_dir", "/var/lib/sallyport/state", "what survives")
     sallyport_run_dir: AbsolutePath = _key(
         "sallyport.run_dir", "/run/sallyport", "what lives as long as the server; at most 60 characters"
+    )
+    sallyport_database_dsn: Dsn | None = _key(
+        "sallyport.database.dsn",
+        None,
+        "PostgreSQL for the server's state, with the options of libpq; none: SQLite in `state_dir/lifecycle`",
+        shown="none",
+        example="postgresql://sallyport@db.example.com/sallyport?sslmode=verify-full&sslrootcert=/etc/ssl/db.pem",
+    )
+    sallyport_database_dsn_file: OptionalPath = _key(
+        "sallyport.database.dsn_file",
+        None,
+        "a file with the DSN, also with a password, that only its owner can read; it is read as root at the start",
+        shown="none",
+        example="",
+    )
+    sallyport_database_connections: Annotated[int, Field(ge=2, le=32)] = _key(
+        "sallyport.database.connections", 4, "to PostgreSQL at once: one writes, the others read"
+    )
+    sallyport_database_connect_seconds: Annotated[int, Field(ge=2, le=60)] = _key(
+        "sallyport.database.connect_seconds", 5, "most time for a connect to each address of the DSN", unit="s"
+    )
+    sallyport_database_statement_seconds: Annotated[int, Field(ge=1, le=300)] = _key(
+        "sallyport.database.statement_seconds",
+        5,
+        "most time for a statement; a call that takes longer gets 503",
+        unit="s",
     )
     sallyport_policy_file: OptionalPath = _key(
         "sallyport.policy_file",

@@ -1,6 +1,7 @@
 """From settings to the configuration files of hostd and its daemons.
 
 - Files are written to run_dir/launch, which only root can read. hostd gives each daemon a copy that it can read.
+- The file of `serve` contains the DSN of the state database, which may have a password.
 - No file contains API keys, except the file of a key that was created because none is configured. `serve` gets their
   digests.
 """
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.api import credentials
-from lifecycle.config.serve import ServeConfig
-from lifecycle.config.settings import Settings, SettingsError
+from lifecycle.config.serve import DatabaseConfig, ServeConfig
+from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
 
+_MAX_DSN = 4096
 _UIDS = ("serve", "vaultd", "auditd", "compiler", "worker_base", "workers")
 _DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
 
@@ -76,6 +78,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         host=settings.host,
         run_dir=settings.run_dir,
         state_dir=settings.state_dir / "lifecycle",
+        database=database(settings),
         policy_file=settings.policy_file,
         key_digests=tuple(
             key.removeprefix("sha256:").lower() if key.startswith("sha256:") else credentials.digest(key)
@@ -114,6 +117,52 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         graceful_shutdown=settings.get("server.timeout_graceful_shutdown"),
         log_level=settings.get("log.level"),
     )
+
+
+def database(settings: Settings) -> DatabaseConfig | None:
+    """Return the configuration of the state database; None for SQLite.
+
+    Raises:
+        SettingsError: the DSN cannot be read, or is none. The message contains no part of it.
+    """
+    place, dsn = _dsn(settings)
+    if dsn is None:
+        return None
+    from lifecycle.database.dsn import parsed  # This imports the driver, which no other command needs.
+
+    try:
+        parsed(dsn)
+    except ValueError as error:
+        raise SettingsError(f"{place} {error}") from None
+    limits = {
+        name: int(settings.get(f"sallyport.database.{name}"))
+        for name in ("connections", "connect_seconds", "statement_seconds")
+    }
+    return DatabaseConfig(dsn, **limits)
+
+
+def _dsn(settings: Settings) -> tuple[str, str | None]:
+    """Return the place of the DSN, and the DSN if there is one."""
+    if settings.database_dsn is not None:
+        return DATABASE_DSN, settings.database_dsn or None
+    path = settings.get("sallyport.database.dsn_file")
+    if path is None:
+        return f"{settings.origin}: sallyport.database.dsn", settings.get("sallyport.database.dsn")
+    place = f"{path} (sallyport.database.dsn_file)"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            mode, content = os.fstat(fd).st_mode, file.read(_MAX_DSN + 1)
+        text = content.decode()
+    except OSError as error:
+        raise SettingsError(f"{place}: {error.strerror}") from None
+    except UnicodeError:
+        raise SettingsError(f"{place} is not text") from None
+    if mode & 0o077:
+        raise SettingsError(f"{place} can be read or changed by other users (chmod 600); it may hold a password")
+    if len(content) > _MAX_DSN or not text.strip():
+        raise SettingsError(f"{place} is empty, or over {_MAX_DSN} bytes")
+    return place, text.strip()
 
 
 def maxima(settings: Settings) -> Resources:

@@ -1,11 +1,12 @@
 """The configuration file of `serve`, which `launch` writes and `python -m lifecycle.serve` reads.
 
-It contains digests of API keys, never a key. Unknown or missing keys are refused.
+It contains digests of API keys, never a key. It contains the DSN of the state database, possibly with a password: only
+root and the user of `serve` can read it. Unknown or missing keys are refused.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,28 @@ from wire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class DatabaseConfig:
+    """The PostgreSQL in which `serve` keeps its state.
+
+    Attributes:
+        connections: the most at once.
+        connect_seconds: the limit for a connect.
+        statement_seconds: the limit for a statement.
+    """
+
+    dsn: str = field(repr=False)
+    connections: int
+    connect_seconds: int
+    statement_seconds: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """The configuration of `serve`.
 
     Attributes:
-        state_dir: its own directory: the database and the token key.
+        state_dir: its own directory: the SQLite database, the token key and the server's identity.
+        database: None for SQLite.
         key_digests: SHA-256 of each API key, hexadecimal. Without any, authentication is off.
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host that the client used.
@@ -32,6 +50,7 @@ class ServeConfig:
     host: str
     run_dir: Path
     state_dir: Path
+    database: DatabaseConfig | None
     policy_file: Path | None
     key_digests: tuple[str, ...]
     limits: SandboxLimits
@@ -88,5 +107,6 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     limits["maxima"] = Resources(**limits["maxima"])
     typed["limits"] = SandboxLimits(**limits)
     typed["daemon_uids"] = {name: int(typed["daemon_uids"][name]) for name in ("hostd", "vaultd", "auditd")}
+    typed["database"] = None if typed["database"] is None else DatabaseConfig(**typed["database"])
     typed["bounds"] = CreationBounds(**typed["bounds"])
     return typed

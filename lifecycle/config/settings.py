@@ -5,6 +5,7 @@
 - Unknown keys are refused with their path. Keys of the reference server without a meaning here are reported.
 - `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is
   created at start. A server without keys needs `OPENSANDBOX_INSECURE_SERVER=YES` and a loopback address.
+- `SALLYPORT_DATABASE_DSN`, when set, replaces the configured DSN of the state database. An empty one selects SQLite.
 
 This module reads and checks. `launch` writes the configuration of the daemons.
 """
@@ -25,6 +26,7 @@ from wire.endpoints import parse_endpoint, routed
 API_KEY = "OPENSANDBOX_SERVER_API_KEY"
 INSECURE = "OPENSANDBOX_INSECURE_SERVER"
 CONFIG_PATH = "SANDBOX_CONFIG_PATH"
+DATABASE_DSN = "SALLYPORT_DATABASE_DSN"
 _PROJECT = Path(__file__).resolve().parents[2]
 _SYSTEM_ROOTS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
 
@@ -42,6 +44,8 @@ class Settings:
     remarks: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     insecure: bool = False
+    database_dsn: str | None = field(default=None, repr=False)
+    """The DSN of the environment. Empty selects SQLite; None: the keys decide."""
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or its default if the file does not set it."""
@@ -167,7 +171,7 @@ def parse(
     if any(len(key) < 16 and not key.startswith("sha256:") for key in keys):
         remarks.append(f"{origin}: an API key is shorter than 16 characters")
     insecure = not keys and environment.get(INSECURE) == "YES"
-    settings = Settings(values, origin, tuple(remarks), keys, insecure)
+    settings = Settings(values, origin, tuple(remarks), keys, insecure, environment.get(DATABASE_DSN))
     _check_whole(settings)
     return settings
 
@@ -192,6 +196,8 @@ def _check_whole(settings: Settings) -> None:
         raise SettingsError(f"{settings.origin}: sallyport.default_runtime is not in sallyport.allowed_runtimes")
     if settings.insecure and settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise SettingsError(f"{settings.origin}: without an API key server.host must be a loopback address")
+    if None not in (settings.get("sallyport.database.dsn"), settings.get("sallyport.database.dsn_file")):
+        raise SettingsError(f"{settings.origin}: sallyport.database.dsn and .dsn_file exclude each other")
     for endpoint in settings.get("sallyport.dns_upstreams") or ():
         try:
             parse_endpoint(endpoint)

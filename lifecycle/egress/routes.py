@@ -16,11 +16,11 @@ from urllib.parse import unquote
 import wire
 from lifecycle.api.auth import Caller
 from lifecycle.api.credentials import API_KEY_HEADER, EGRESS_HEADER, KeyRing, Purpose, Tokens
-from lifecycle.api.errors import ApiError
+from lifecycle.api.errors import ApiError, no_database
 from lifecycle.daemon_clients import Hostd, Unreachable
 from lifecycle.egress.changes import Egress, EgressError, user_policy, vault_of
 from lifecycle.egress.credential_vault import CredentialVault, VaultText
-from lifecycle.sandboxes.registry import Sandbox, State
+from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 from policy.api import ApiPolicy, ApiPolicyError, decode_json, parse_delete, parse_network_policy, parse_patch
 from policy.strict import StrictError, decode
 
@@ -94,6 +94,9 @@ class EgressApi:
             return text(error.status, error.text)
         except EgressError as error:
             return text(error.status, error.text)
+        except RegistryError:
+            refusal = no_database()
+            return text(refusal.status, refusal.message, **refusal.headers)
 
     async def _route(self, request: EgressRequest) -> EgressAnswer:
         path = request.path or "/"

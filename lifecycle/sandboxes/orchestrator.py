@@ -78,6 +78,7 @@ class Orchestrator:
 
         Raises:
             ApiError: 404, 409, or 500 if a part of the sandbox is left. The reaper then retries.
+            RegistryError: its row was not changed, or not removed. In the second case the reaper retries.
         """
         if not SANDBOX_ID.fullmatch(sandbox):
             raise unknown_sandbox(sandbox)
@@ -111,9 +112,7 @@ class Orchestrator:
                 await self._registry.delete(sandbox)
             except RegistryError:
                 self._expiry_changed.set()
-                raise ApiError(
-                    500, "DOCKER::SANDBOX_DELETE_FAILED", "Removal is being retried: the state database failed."
-                ) from None
+                raise  # The row is left as Stopping, and the reaper retries.
         for forget in self._forget:
             await forget(sandbox)
 

@@ -77,6 +77,8 @@ class Reaper:
                 self._wake.clear()
                 try:
                     pause = await self._round()
+                except RegistryError:  # The database's own log has it.
+                    pause = RETRY_FIRST
                 except Exception as error:  # noqa: BLE001 - closes: without this task nothing would expire any more
                     _log.error("a round of removals failed: %s", type(error).__name__)
                     pause = RETRY_FIRST
@@ -218,6 +220,8 @@ class Observer:
             try:
                 await self._orchestrator.keep_time()
                 await self.observe()
+            except RegistryError:
+                _log.debug("cannot observe without the state database")
             except Exception as error:  # noqa: BLE001 - closes: what is unsettled would stay so without this task
                 _log.warning("cannot observe: %s: %s", type(error).__name__, error)
             await asyncio.sleep(OBSERVE_SECONDS)

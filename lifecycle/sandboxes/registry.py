@@ -1,28 +1,34 @@
-"""The state database: one row per sandbox, in SQLite.
+"""The registry: one row per sandbox, in the state database (`lifecycle.database`).
 
-- One connection serves one call at a time, in its own thread. So writes are serial, a read-modify-write (`update`) is
-  atomic, and no call blocks the event loop. Only `get`, which every request uses, reads in the caller's thread while no
-  call is in progress. It sees all committed rows, also those of other writers, and a WAL reader does not wait for a
-  writer.
-- WAL with `synchronous=FULL`: an answered write survives a crash of the process and of the host.
-- Filters and paging are SQL. The number of statements of a list does not depend on the number of sandboxes.
+- Calls are made in one thread, in their order. So writes are serial, a read-modify-write (`update`) is atomic, a reader
+  of all rows finds every earlier write, and no call blocks the event loop.
+- Only look-ups (`get`, `page`, `count`) read beside that thread while no call is in progress there: `get` of SQLite in
+  the caller's thread, those of PostgreSQL in further threads. They see all committed rows, also those of other writers.
+- An answered write survives a crash of the process and of the host.
+- A PostgreSQL that does not answer costs each call a bounded time. A call that has not begun by then is never made.
 - The database contains no secret, no token and no environment.
 """
 
 import asyncio
-import json
-import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lifecycle.sandboxes.schema import migrate
+if TYPE_CHECKING:
+    from lifecycle.database.table import SandboxTable
 
-RegistryError = sqlite3.Error
-"""The database could not be read or written. It is unknown whether a write was done."""
+
+_INTERRUPT_SECONDS = 0.1
+
+
+class RegistryError(Exception):
+    """The database could not be read or written. It is unknown whether a write was done. `str()` has no secret."""
+
+
+class SchemaError(RegistryError):
+    """This release cannot use the database's schema. The database was not changed."""
 
 
 class State(StrEnum):
@@ -74,186 +80,105 @@ class Sandbox:
         return replace(self, state=state, reason=reason, message=message, changed_at=now)
 
 
-_JSON = frozenset({"entrypoint", "metadata", "extensions", "platform", "network_policy", "vault"})
-_COLUMNS = tuple(item.name for item in fields(Sandbox))
-_PUT = f"INSERT OR REPLACE INTO sandboxes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
-_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM sandboxes"  # noqa: S608 - names of our own fields
-
-
 class Registry:
-    """The database of one server."""
+    """The rows of one server."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+    def __init__(self, table: "SandboxTable") -> None:
+        self._table = table
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
-        self._database: sqlite3.Connection | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        if table.readers:
+            self._readers = ThreadPoolExecutor(max_workers=table.readers, thread_name_prefix="registry-reader")
         self._calls: list[Future[Any]] = []
         """Calls that the thread has and that can be in progress."""
 
     async def open(self) -> None:
-        """Open or create the database.
+        """Open or create the database, and migrate it.
 
         Raises:
-            SchemaError: a newer release created it, or its table does not match its schema.
-            sqlite3.Error, OSError: it cannot be used.
+            SchemaError: a newer release migrated it, or its table does not match its schema.
+            RegistryError, OSError: it cannot be used.
         """
-        await self._run(self._open)
+        await asyncio.wrap_future(self._thread.submit(self._table.open))
 
     async def close(self) -> None:
         """Close the database after the pending calls."""
-        await self._run(self._close)
+        closing = self._thread.submit(self._table.close)
+        await asyncio.wait({asyncio.wrap_future(closing)}, timeout=self._table.patience)
+        self._table.interrupt()
+        await asyncio.wrap_future(closing)
         self._thread.shutdown()
+        if self._readers is not None:
+            self._readers.shutdown()
 
     async def put(self, sandbox: Sandbox) -> None:
         """Insert a sandbox or replace its whole row."""
-        await self._run(lambda: self._put(sandbox))
+        await self._run(lambda: self._table.put(sandbox))
 
     async def get(self, sandbox: str) -> Sandbox | None:
         """Return the row of one sandbox, or None."""
-        if all(call.done() for call in self._calls):
-            return self._get(sandbox)
-        return await self._run(lambda: self._get(sandbox))
+        if self._readers is None and self._idle:
+            return self._table.get(sandbox)
+        return await self._look_up(lambda: self._table.get(sandbox))
 
     async def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
         """Change one row atomically. Return the new row, or None if there is no such row.
 
         `change` runs in the database's thread. If it raises, the caller gets the exception and nothing is written.
         """
-
-        def run() -> Sandbox | None:
-            current = self._get(sandbox)
-            if current is None:
-                return None
-            changed = change(current)
-            if changed != current:
-                self._put(changed)
-            return changed
-
-        return await self._run(run)
+        return await self._run(lambda: self._table.update(sandbox, change))
 
     async def delete(self, sandbox: str) -> bool:
         """Remove a row. Return whether it existed."""
-
-        def run() -> bool:
-            with self._db as database:
-                return database.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox,)).rowcount > 0
-
-        return await self._run(run)
+        return await self._run(lambda: self._table.delete(sandbox))
 
     async def shift(self, seconds: float) -> None:
         """Move the expiry and the last change of every sandbox after the clock was set."""
-
-        def run() -> None:
-            with self._db as database:
-                database.execute(
-                    "UPDATE sandboxes SET expires_at = expires_at + ?, changed_at = changed_at + ?", (seconds, seconds)
-                )
-
-        await self._run(run)
+        await self._run(lambda: self._table.shift(seconds))
 
     async def all(self) -> list[Sandbox]:
         """Return every sandbox, for the comparison with hostd."""
-        return await self._run(lambda: [_row(row) for row in self._db.execute(_SELECT)])
+        return await self._run(self._table.all)
 
     async def expired(self, now: float) -> list[Sandbox]:
         """Return the expired sandboxes, and those whose removal has begun."""
-        return await self._run(
-            lambda: [
-                _row(row)
-                for row in self._db.execute(
-                    f"{_SELECT} WHERE expires_at <= ? OR state = ? ORDER BY expires_at LIMIT 256",
-                    (now, State.STOPPING),
-                )
-            ]
-        )
+        return await self._run(lambda: self._table.expired(now))
 
     async def next_expiry(self, after: float) -> float | None:
         """Return the earliest expiry later than `after`."""
-
-        def run() -> float | None:
-            row = self._db.execute("SELECT min(expires_at) FROM sandboxes WHERE expires_at > ?", (after,)).fetchone()
-            return None if row is None else row[0]
-
-        return await self._run(run)
+        return await self._run(lambda: self._table.next_expiry(after))
 
     async def page(
         self, states: Sequence[str], metadata: dict[str, str], page: int, size: int
     ) -> tuple[list[Sandbox], int]:
         """Return one page, newest first, and the number of all matches."""
-        where: list[str] = ["TRUE"]
-        values: list[str] = []
-        if states:
-            where.append(f"lower(state) IN ({', '.join('?' * len(states))})")
-            values += [state.lower() for state in states]
-        for key, value in metadata.items():
-            where.append("EXISTS (SELECT 1 FROM json_each(sandboxes.metadata) AS m WHERE m.key = ? AND m.value = ?)")
-            values += [key, value]
-        condition = " AND ".join(where)
-
-        def run() -> tuple[list[Sandbox], int]:
-            database = self._db
-            total = database.execute(f"SELECT count(*) FROM sandboxes WHERE {condition}", values).fetchone()[0]  # noqa: S608
-            rows = database.execute(
-                f"{_SELECT} WHERE {condition} ORDER BY created_at DESC, id LIMIT ? OFFSET ?",
-                [*values, size, min((page - 1) * size, 1 << 62)],
-            )
-            return [_row(row) for row in rows], total
-
-        return await self._run(run)
+        return await self._look_up(lambda: self._table.page(states, metadata, page, size))
 
     async def count(self) -> int:
         """Return the number of rows."""
-        return await self._run(lambda: int(self._db.execute("SELECT count(*) FROM sandboxes").fetchone()[0]))
+        return await self._look_up(self._table.count)
+
+    @property
+    def _idle(self) -> bool:
+        return all(call.done() for call in self._calls)
+
+    async def _look_up[T](self, work: Callable[[], T]) -> T:
+        if self._readers is None or not self._idle:
+            return await self._run(work)
+        return await self._bounded(self._readers.submit(work))
 
     async def _run[T](self, work: Callable[[], T]) -> T:
         call = self._thread.submit(work)
         self._calls = [*(earlier for earlier in self._calls if not earlier.done()), call]
-        return await asyncio.wrap_future(call)
+        return await self._bounded(call)
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        if self._database is None:
-            raise sqlite3.ProgrammingError("the registry is not open")
-        return self._database
-
-    def _open(self) -> None:
-        database = sqlite3.connect(self._path, timeout=5, check_same_thread=False)
+    async def _bounded[T](self, call: Future[T]) -> T:
+        """Wait for a call. One that has not begun within the bound is withdrawn."""
         try:
-            os.chmod(self._path, 0o600)
-            database.execute("PRAGMA journal_mode=WAL")
-            database.execute("PRAGMA synchronous=FULL")
-            migrate(database, self._path, _COLUMNS)
-        except BaseException:
-            database.close()
-            raise
-        self._database = database
-
-    def _close(self) -> None:
-        if self._database is not None:
-            self._database.close()
-            self._database = None
-
-    def _get(self, sandbox: str) -> Sandbox | None:
-        row = self._db.execute(f"{_SELECT} WHERE id = ?", (sandbox,)).fetchone()
-        return None if row is None else _row(row)
-
-    def _put(self, sandbox: Sandbox) -> None:
-        values = [
-            json.dumps(value) if name in _JSON and value is not None else value
-            for name in _COLUMNS
-            for value in (getattr(sandbox, name),)
-        ]
-        with self._db as database:
-            database.execute(_PUT, values)
-
-
-def _row(row: Sequence[Any]) -> Sandbox:
-    values = dict(zip(_COLUMNS, row, strict=True))
-    for name in _JSON:
-        if values[name] is not None:
-            values[name] = json.loads(values[name])
-    values["state"] = State(values["state"])
-    values["entrypoint"] = tuple(values["entrypoint"])
-    values["credential_proxy"] = bool(values["credential_proxy"])
-    values["secure_access"] = bool(values["secure_access"])
-    return Sandbox(**values)
+            async with asyncio.timeout(self._table.patience):
+                return await asyncio.wrap_future(call)
+        except TimeoutError:
+            call.cancel()
+            # Calls that wait behind it for as long are withdrawn first. Otherwise the thread would begin one of them.
+            asyncio.get_running_loop().call_later(_INTERRUPT_SECONDS, self._table.interrupt)
+            raise RegistryError("the state database does not answer") from None

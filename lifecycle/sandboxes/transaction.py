@@ -23,7 +23,7 @@ from typing import Any
 
 import wire
 from lifecycle.api.credentials import Tokens
-from lifecycle.api.errors import ApiError, busy, invalid, unavailable, unknown_sandbox
+from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailable, unknown_sandbox
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.sandboxes.clock import Clock
@@ -36,6 +36,7 @@ from policy.problems import meant
 from wire.api.hostd import Launch, Runtime
 
 _NAMED_IMAGES = 20
+_ABANDONED_SECONDS = 1.0
 _TOO_MANY = "Too many sandboxes at once on this server."
 
 _log = logging.getLogger(__name__)
@@ -189,7 +190,11 @@ class Creations:
             return creation.task.result()
         creation.answered = True
         self._keep(creation.task)
-        row = await self._registry.get(creation.sandbox)
+        try:
+            row = await self._registry.get(creation.sandbox)
+        except RegistryError:
+            self.abandon(creation)  # Its caller gets an error and no id.
+            raise
         if row is None:
             return await creation.task
         return row
@@ -203,8 +208,13 @@ class Creations:
         await asyncio.wait({creation.task})
         if creation.task.cancelled() or creation.task.exception() is not None:
             return
-        with contextlib.suppress(ApiError):  # The row is left as Stopping, and the reaper retries.
-            await self._orchestrator.remove(creation.sandbox, "the caller went away")
+        while True:
+            try:
+                with contextlib.suppress(ApiError):  # The row is left as Stopping, and the reaper retries.
+                    await self._orchestrator.remove(creation.sandbox, "the caller went away")
+                return
+            except RegistryError:  # Without that row the reaper does not find it.
+                await asyncio.sleep(_ABANDONED_SECONDS)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
@@ -335,6 +345,8 @@ def _failure(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case RegistryError():
+            return no_database()
         case Unreachable(daemon="auditd"):
             return unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.")
         case Unreachable():

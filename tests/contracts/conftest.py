@@ -11,7 +11,10 @@ from tests.conftest import ONE_RUNTIME
 
 sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
 
+from backends import _backend, _cluster, _template, pytest_generate_tests
 from standins import World, world
+
+__all__ = ["_backend", "_cluster", "_template", "pytest_generate_tests"]
 
 if TYPE_CHECKING:
     from opensandbox.sync.sandbox import SandboxSync

@@ -62,3 +62,11 @@ def test_the_packages_are_named_by_the_bootstrap_too() -> None:
     needed = re.search(r"needed=\((.*)\)", (ROOT / "run").read_text())
     assert needed is not None
     assert set(needed[1].split()) < set(packages.PACKAGES)
+
+
+def test_the_installation_of_postgresql_makes_no_server(tmp_path: Path) -> None:
+    """The package's scripts read such a file from that directory. It does not stay."""
+    assert packages.POSTGRESQL in packages.TEST_PACKAGES
+    with packages._no_cluster(tmp_path / "made"):
+        assert ["create_main_cluster = false\n"] == [path.read_text() for path in (tmp_path / "made").glob("*.conf")]
+    assert [] == [*(tmp_path / "made").iterdir()]

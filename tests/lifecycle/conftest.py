@@ -8,8 +8,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
+from backends import _backend, _cluster, _template, pytest_generate_tests
 from places import Place, running
 from standins import World, world
+
+__all__ = ["_backend", "_cluster", "_template", "pytest_generate_tests"]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ A kill is simulated by its effects: from the step on, the server's actions have 
 import asyncio
 import os
 import signal
-import sqlite3
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from wire.operations import Request, operation
 ERRORS = ("refused", "unreached", "unanswered", "outage")
 LEAVES = ("left-before", "left-after")
 KILLS = ("killed-before", "killed-after")
+CRASHES = ("crashed-before", "crashed-during")
 REGISTRY = "registry"
 
 
@@ -37,6 +37,10 @@ class Injection:
     fired: bool = False
     leave: Callable[[], object] = lambda: None
     """Disconnects the caller of the request."""
+    crash: Callable[[], object] = lambda: None
+    """Ends the state database, without a warning."""
+    recover: Callable[[], object] = lambda: None
+    """Starts it again, after the request has ended."""
 
 
 current: ContextVar[Injection | None] = ContextVar("injection", default=None)
@@ -45,7 +49,7 @@ current: ContextVar[Injection | None] = ContextVar("injection", default=None)
 def failure(place: str) -> Exception:
     """Return the exception that a call to a broken `place` raises."""
     return (
-        sqlite3.OperationalError("injected") if place == REGISTRY else daemon_clients.Unreachable(place, TimeoutError())
+        registry.RegistryError("injected") if place == REGISTRY else daemon_clients.Unreachable(place, TimeoutError())
     )
 
 
@@ -92,6 +96,13 @@ class Injector:
                 result = await work()
                 injection.leave()
                 return result
+            case "crashed-before":
+                await asyncio.to_thread(injection.crash)
+                return await work()
+            case "crashed-during":
+                working = asyncio.ensure_future(work())
+                await asyncio.to_thread(injection.crash)
+                return await working
             case "killed-before":
                 self._die()
             case "killed-after":

@@ -25,7 +25,7 @@ from audit.producers import KINDS, SERVE
 from audit.records import RecordError, record
 from lifecycle.api.app import Server, build
 from lifecycle.api.credentials import Tokens, digest
-from lifecycle.config.serve import ServeConfig
+from lifecycle.config.serve import DatabaseConfig, ServeConfig
 from lifecycle.egress.policies import Policies
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits
@@ -45,6 +45,8 @@ from wire.operations import parameters
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
+DATABASE: DatabaseConfig | None = None
+"""The state database of the servers. Fixture `backend` sets it."""
 
 _routes: list[Any] = []
 """The applications of servers that have ended, for reuse: building one takes longer than the rest of a start."""
@@ -442,6 +444,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             host="127.0.0.1",
             run_dir=directory,
             state_dir=directory / "state",
+            database=DATABASE,
             policy_file=None,
             key_digests=(digest(KEY),),
             limits=SandboxLimits(

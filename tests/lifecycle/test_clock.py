@@ -1,7 +1,6 @@
 """The system clock is set while sandboxes run: none ends early, none runs too long, none is forgotten."""
 
 import asyncio
-import sqlite3
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -9,6 +8,7 @@ from standins import World
 from test_transactions import BODY, until
 
 from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.registry import RegistryError
 
 DAY = 86400.0
 
@@ -99,7 +99,7 @@ async def test_nothing_has_changed_while_the_moments_cannot_be_moved(
         nonlocal asked
         asked += 1
         if asked < 3:
-            raise sqlite3.OperationalError("disk full")
+            raise RegistryError("disk full")
         await shift(seconds)
 
     monkeypatch.setattr(server.server.registry, "shift", failing)

@@ -635,7 +635,7 @@ async def test_a_revocation_needs_no_grants_of_vaultd(vaulted: Still) -> None:
 async def test_a_revocation_that_cannot_be_written_down_is_an_error_and_marked(vaulted: Still) -> None:
     path = vaulted.world.config.state_dir / "sallyport.db"
     with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
-        database.execute("CREATE TRIGGER full BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
+        database.execute("CREATE TRIGGER full BEFORE UPDATE ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
         with pytest.raises(RegistryError):
             await vaulted.egress.delete_vault(vaulted.sandbox)
     assert (await vaulted.row()).vault is not None
@@ -717,7 +717,7 @@ async def test_a_database_that_takes_no_mark_keeps_nothing_from_being_settled(va
     vaulted.egress.mark_outdated(vaulted.sandbox)
     path = vaulted.world.config.state_dir / "sallyport.db"
     with contextlib.closing(sqlite3.connect(path, autocommit=True)) as database:
-        database.execute("CREATE TRIGGER full BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
+        database.execute("CREATE TRIGGER full BEFORE UPDATE ON sandboxes BEGIN SELECT RAISE(ABORT, 'full'); END")
         await vaulted.egress.reapply(vaulted.sandbox)
         assert (("api.example.org",), set()) == (vaulted.gateway.always_deny, vaulted.grants)
         assert vaulted.egress.unsettled(await vaulted.row())

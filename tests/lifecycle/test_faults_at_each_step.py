@@ -115,6 +115,7 @@ async def judge(place: Place, operation: Operation, injection: Injection, answer
     Then repeat the operation without a fault.
     """
     said = f"{injection.mode} at {injection.seen[-1]}"
+    await asyncio.to_thread(injection.recover)
     if injection.mode in KILLS:
         await place.stop()
         await place.start()

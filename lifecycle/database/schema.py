@@ -1,0 +1,103 @@
+"""The table of sandboxes as this release uses it. The migrations in `versions` make it."""
+
+import json
+from typing import Any
+
+from sqlalchemy import Column, Index, Integer, MetaData, Table, Text
+from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import REAL, TypeDecorator, TypeEngine
+
+from lifecycle.sandboxes.registry import State
+
+HEAD = "0002"
+"""The newest migration."""
+VERSION_TABLE = "sallyport_schema"
+"""The table in which Alembic keeps the number of the last migration."""
+MOMENT: TypeEngine[float] = REAL().with_variant(DOUBLE_PRECISION(), "postgresql")
+"""Seconds since the epoch. REAL has eight bytes in SQLite and four in PostgreSQL."""
+
+
+class Json(TypeDecorator[Any]):
+    """A JSON value as text, the same in both databases. None is NULL."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else json.loads(value)
+
+
+class Words(TypeDecorator[tuple[str, ...]]):
+    """A tuple of strings as a JSON list."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str:
+        return json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...]:
+        return tuple(json.loads(value or "[]"))
+
+
+class Flag(TypeDecorator[bool]):
+    """True or false as 1 or 0, because strict tables of SQLite have no other type for it."""
+
+    impl = Integer
+    cache_ok = True
+
+    def process_bind_param(self, value: bool | None, dialect: Dialect) -> int:
+        return int(bool(value))
+
+    def process_result_value(self, value: int | None, dialect: Dialect) -> bool:
+        return bool(value)
+
+
+class StateName(TypeDecorator[State]):
+    """A state by its name."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: State | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> State:
+        return State(value or "")
+
+
+metadata = MetaData()
+sandboxes = Table(
+    "sandboxes",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("state", StateName),
+    Column("reason", Text),
+    Column("message", Text),
+    Column("changed_at", MOMENT),
+    Column("created_at", MOMENT),
+    Column("expires_at", MOMENT),
+    Column("image", Text),
+    Column("entrypoint", Words),
+    Column("runtime", Text),
+    Column("metadata", Json),
+    Column("extensions", Json),
+    Column("platform", Json),
+    Column("policy_name", Text),
+    Column("network_policy", Json),
+    Column("policy_digest", Text),
+    Column("credential_proxy", Flag),
+    Column("secure_access", Flag),
+    Column("vault", Json),
+    Column("lineage", Text),
+    Column("renew_seconds", Integer),
+    Column("owner", Text),
+    Index("sandboxes_owner", "owner", "created_at"),
+    Index("sandboxes_owner_expires", "owner", "expires_at"),
+    sqlite_strict=True,
+)
+"""One row for each sandbox. `owner` is the identity of the server that runs it."""

@@ -1,0 +1,200 @@
+"""The statements on the rows of one server. Each call blocks; `lifecycle.sandboxes.registry` makes them in threads.
+
+- Every statement names the owner: a server neither sees nor changes the rows of another one in the same database.
+- No statement contains text of a caller, only parameters.
+- The number of statements of a list does not depend on the number of sandboxes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from sqlalchemy import ColumnElement, Row, bindparam, delete, func, literal_column, or_, select, update
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from lifecycle.database.engine import Database
+from lifecycle.database.migrations import migrate
+from lifecycle.database.schema import sandboxes
+from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
+
+_NAMES = tuple(item.name for item in fields(Sandbox))
+_COLUMNS = [sandboxes.c[name] for name in _NAMES]
+_MOST_EXPIRED = 256
+_LARGEST = (1 << 63) - 1
+
+_OWN = sandboxes.c.owner == bindparam("own")
+_GET = select(*_COLUMNS).where(_OWN, sandboxes.c.id == bindparam("sandbox"))
+_ALL = select(*_COLUMNS).where(_OWN)
+_EXPIRED = (
+    _ALL.where(or_(sandboxes.c.expires_at <= bindparam("now"), sandboxes.c.state == State.STOPPING))
+    .order_by(sandboxes.c.expires_at)
+    .limit(_MOST_EXPIRED)
+)
+_NEXT = select(func.min(sandboxes.c.expires_at)).where(_OWN, sandboxes.c.expires_at > bindparam("after"))
+_COUNT = select(func.count()).select_from(sandboxes).where(_OWN)
+_UPDATE = (
+    update(sandboxes)
+    .where(_OWN, sandboxes.c.id == bindparam("sandbox"))
+    .values({name: bindparam(f"new_{name}", type_=sandboxes.c[name].type) for name in _NAMES})
+)
+_DELETE = delete(sandboxes).where(_OWN, sandboxes.c.id == bindparam("sandbox"))
+_SHIFT = (
+    update(sandboxes)
+    .where(_OWN)
+    .values(
+        expires_at=sandboxes.c.expires_at + bindparam("seconds"),
+        changed_at=sandboxes.c.changed_at + bindparam("seconds"),
+    )
+)
+
+
+class SandboxTable:
+    """The rows of the server `owner`."""
+
+    def __init__(self, database: Database, owner: str) -> None:
+        self._database = database
+        self._owner = owner
+        self._put = _put(database.dialect)
+
+    @property
+    def readers(self) -> int:
+        """The number of threads that may read beside the one that writes."""
+        return self._database.connections - 1
+
+    @property
+    def patience(self) -> float | None:
+        """The seconds after which a call has failed; None if the database itself bounds each call."""
+        return self._database.patience
+
+    def interrupt(self) -> None:
+        """End the calls that exceed the bound. Callable from any thread."""
+        self._database.interrupt()
+
+    def open(self) -> None:
+        """Open the database and migrate it.
+
+        Raises:
+            SchemaError: this release cannot use its schema. It was not changed.
+            RegistryError, OSError: it cannot be used.
+        """
+        try:
+            migrate(self._database, self._owner)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+    def get(self, sandbox: str) -> Sandbox | None:
+        """Return one row."""
+        with self._database.statement() as connection:
+            row = connection.execute(_GET, self._own(sandbox=sandbox)).one_or_none()
+        return None if row is None else _sandbox(row)
+
+    def put(self, sandbox: Sandbox) -> None:
+        """Insert a row or replace it.
+
+        Raises:
+            RegistryError: also if the id is that of another server's row.
+        """
+        with self._database.statement() as connection:
+            written = connection.execute(self._put, {**_values(sandbox), "owner": self._owner}).rowcount
+        if written != 1:
+            raise RegistryError("the state database has a sandbox of this id that belongs to another server")
+
+    def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
+        """Read, change and write one row in one transaction. If `change` raises, nothing is written."""
+        with self._database.transaction() as connection:
+            query = _GET.with_for_update() if self._database.dialect == "postgresql" else _GET
+            row = connection.execute(query, self._own(sandbox=sandbox)).one_or_none()
+            if row is None:
+                return None
+            current = _sandbox(row)
+            changed = change(current)
+            if changed != current:
+                new = {f"new_{name}": value for name, value in _values(changed).items()}
+                connection.execute(_UPDATE, self._own(sandbox=sandbox, **new))
+        return changed
+
+    def delete(self, sandbox: str) -> bool:
+        """Remove one row. Return whether it existed."""
+        with self._database.statement() as connection:
+            return connection.execute(_DELETE, self._own(sandbox=sandbox)).rowcount > 0
+
+    def shift(self, seconds: float) -> None:
+        """Move the expiry and the last change of every row."""
+        with self._database.statement() as connection:
+            connection.execute(_SHIFT, self._own(seconds=seconds))
+
+    def all(self) -> list[Sandbox]:
+        """Return every row."""
+        with self._database.statement() as connection:
+            return [_sandbox(row) for row in connection.execute(_ALL, self._own())]
+
+    def expired(self, now: float) -> list[Sandbox]:
+        """Return expired rows, and those of a removal that has begun."""
+        with self._database.statement() as connection:
+            return [_sandbox(row) for row in connection.execute(_EXPIRED, self._own(now=now))]
+
+    def next_expiry(self, after: float) -> float | None:
+        """Return the earliest expiry later than `after`."""
+        with self._database.statement() as connection:
+            found: float | None = connection.execute(_NEXT, self._own(after=after)).scalar_one()
+        return found
+
+    def page(
+        self, states: Sequence[str], metadata: Mapping[str, str], page: int, size: int
+    ) -> tuple[list[Sandbox], int]:
+        """Return one page, newest first, and the number of all matches."""
+        matches = [_OWN]
+        if states:
+            wanted = {state.lower() for state in states}
+            matches.append(sandboxes.c.state.in_([state for state in State if state.lower() in wanted]))
+        if any("\0" in word for item in metadata.items() for word in item):
+            return [], 0  # No row has such a label, and PostgreSQL refuses such a parameter.
+        matches += [self._has_label(key, value) for key, value in metadata.items()]
+        one = select(*_COLUMNS).where(*matches).order_by(sandboxes.c.created_at.desc(), sandboxes.c.id)
+        one = one.limit(size).offset(min((page - 1) * size, _LARGEST))
+        with self._database.statement() as connection:
+            total = _number(connection, select(func.count()).select_from(sandboxes).where(*matches), self._own())
+            return [_sandbox(row) for row in connection.execute(one, self._own())], total
+
+    def count(self) -> int:
+        """Return the number of rows."""
+        with self._database.statement() as connection:
+            return _number(connection, _COUNT, self._own())
+
+    def _own(self, **parameters: Any) -> dict[str, Any]:
+        return {"own": self._owner, **parameters}
+
+    def _has_label(self, key: str, value: str) -> ColumnElement[bool]:
+        text = sandboxes.c["metadata"]
+        if self._database.dialect == "postgresql":
+            document = sql_cast(text, postgresql.JSONB)
+            return document.op("@>")(sql_cast(bindparam(None, {key: value}, postgresql.JSONB), postgresql.JSONB))
+        item = func.json_each(text).table_valued("key", "value")
+        return select(literal_column("1")).select_from(item).where(item.c.key == key, item.c.value == value).exists()
+
+
+def _put(dialect: str) -> Any:
+    insert = postgresql.insert(sandboxes) if dialect == "postgresql" else sqlite.insert(sandboxes)
+    new = {name: insert.excluded[name] for name in _NAMES if name != "id"}
+    own = sandboxes.c.owner == insert.excluded.owner
+    statement = insert.on_conflict_do_update(index_elements=[sandboxes.c.id], set_=new, where=own)
+    return statement.execution_options(preserve_rowcount=True)
+
+
+def _values(sandbox: Sandbox) -> dict[str, Any]:
+    return {name: getattr(sandbox, name) for name in _NAMES}
+
+
+def _sandbox(row: Row[Any]) -> Sandbox:
+    return Sandbox(*tuple(row))
+
+
+def _number(connection: Connection, query: Any, parameters: dict[str, Any]) -> int:
+    return int(connection.execute(query, parameters).scalar_one())

@@ -1,0 +1,284 @@
+"""PostgreSQL alone: databases that are refused, servers that do not answer, crashes, and several `serve` on one."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+import standins
+from backends import Template, described, table
+from injection import CRASHES, Injection
+from places import BODY, SETTLE_SECONDS, Place, running, settled, wrong
+from psycopg.conninfo import conninfo_to_dict
+from standins import world
+from test_faults_at_each_step import OPERATIONS, run
+from test_transactions import BODY as CREATE
+
+from lifecycle.config.serve import DatabaseConfig
+from lifecycle.database import engine
+from lifecycle.lasting import identity
+from lifecycle.sandboxes import transaction
+from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, SchemaError, State
+from tests.postgresql import Cluster
+
+ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), "runc")
+
+
+class TestPostgreSQLRefuses:
+    """Databases that this release does not use."""
+
+    def test_a_table_of_another_program(self, template: Template, tmp_path: Path) -> None:
+        name = template.cluster.create()
+        template.cluster.ask("CREATE TABLE sandboxes (id TEXT)", name)
+        with pytest.raises(SchemaError, match="of another program"):
+            table(described(template.cluster.dsn(name)), tmp_path).open()
+        assert [] == template.cluster.ask("SELECT * FROM sandboxes", name)
+
+    def test_another_encoding(self, template: Template, tmp_path: Path) -> None:
+        template.cluster.ask("CREATE DATABASE narrow ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+        with pytest.raises(RegistryError, match="its encoding is SQL_ASCII; create it with ENCODING 'UTF8'"):
+            table(described(template.cluster.dsn("narrow")), tmp_path).open()
+
+    def test_a_role_that_may_create_nothing(self, template: Template, tmp_path: Path) -> None:
+        name = template.cluster.create()
+        template.cluster.ask("CREATE ROLE reader LOGIN PASSWORD 'words'", name)
+        with pytest.raises(RegistryError, match="permission denied for schema public") as caught:
+            table(described(template.cluster.dsn(name, user="reader", password="words")), tmp_path).open()
+        assert "words" not in str(caught.value)
+
+
+class TestPostgreSQLThatDoesNotAnswer:
+    """What a call costs then. SQLite has no server."""
+
+    async def test_a_restart_costs_no_call(self, cluster: Cluster, tmp_path: Path) -> None:
+        """The pooled connections are replaced before their use."""
+        registry = Registry(table(described(cluster.dsn(cluster.create())), tmp_path))
+        await registry.open()
+        await registry.put(ROW)
+        cluster.kill()
+        with pytest.raises(RegistryError, match=r"Connection refused|closed the connection"):
+            await registry.get("one")
+        cluster.start()
+        await asyncio.sleep(1.1)  # the interval between connects
+        assert ROW == await registry.get("one")
+        cluster.kill()
+        cluster.start()
+        assert ROW == await registry.get("one")
+        assert await registry.delete("one")
+        await registry.close()
+
+    async def test_a_server_that_hangs_ends_each_call_in_time(self, cluster: Cluster, tmp_path: Path) -> None:
+        """Also those in the queue, which are then never made; and the registry works on afterwards."""
+        registry = Registry(table(described(cluster.dsn(cluster.create()), connect=2, statement=1), tmp_path))
+        await registry.open()
+        await registry.put(ROW)
+        cluster.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        writes = [registry.put(replace(ROW, id=f"row{number}")) for number in range(4)]
+        found = await asyncio.gather(*writes, registry.get("one"), return_exceptions=True)
+        took = time.monotonic() - began
+        cluster.signal(signal.SIGCONT)
+        assert [RegistryError] * 5 == [type(one) for one in found]
+        assert took < 2 * 5 + 1, took
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                assert ROW == await registry.get("one")
+                break
+            except RegistryError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+        assert {"one"} <= {row.id for row in await registry.all()} <= {"one", "row0"}
+        await registry.close()
+
+    async def test_a_lock_of_another_program_is_not_waited_for(self, cluster: Cluster, tmp_path: Path) -> None:
+        name = cluster.create()
+        registry = Registry(table(described(cluster.dsn(name), statement=1), tmp_path))
+        await registry.open()
+        await registry.put(ROW)
+        with psycopg.connect(cluster.dsn(name)) as other:
+            other.execute("LOCK TABLE sandboxes")
+            with pytest.raises(RegistryError, match="timeout"):
+                await registry.put(ROW)
+        await registry.put(ROW)
+        await registry.close()
+
+    async def test_the_number_of_connections_is_bounded(self, cluster: Cluster, tmp_path: Path) -> None:
+        name = cluster.create()
+        registry = Registry(table(described(cluster.dsn(name)), tmp_path))
+        await registry.open()
+        await registry.put(ROW)
+        found = await asyncio.gather(
+            *(registry.get("one") for _ in range(100)), *(registry.put(ROW) for _ in range(20))
+        )
+        assert [ROW] * 100 == found[:100]
+        query = f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"  # noqa: S608
+        assert 2 <= cluster.ask(query)[0][0] <= 4
+        await registry.close()
+        deadline = time.monotonic() + 10
+        while [(0,)] != cluster.ask(query):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
+class TestACrash:
+    """All processes of PostgreSQL are killed at each step of a request, and started again after it."""
+
+    @pytest.fixture
+    async def stored(
+        self, template: Template, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[tuple[Place, Callable[[int, str], Injection]]]:
+        monkeypatch.setattr(engine, "_RETRY_SECONDS", 0.02)
+        monkeypatch.setattr(transaction, "_ABANDONED_SECONDS", 0.05)
+        monkeypatch.setattr(standins, "DATABASE", described(cluster.dsn(cluster.create(template.name))))
+
+        def fault(number: int, mode: str) -> Injection:
+            return Injection(number, mode, crash=cluster.kill, recover=recover)
+
+        def recover() -> None:
+            cluster.restart()
+            time.sleep(0.05)  # the interval between connects
+
+        async with running(monkeypatch.setattr) as place:
+            yield place, fault
+            cluster.restart()
+
+    @pytest.mark.parametrize("mode", CRASHES)
+    @pytest.mark.parametrize("name", ["delete", "renew", "put", "open-vault"])
+    async def test_a_change_is_whole_or_did_not_happen(
+        self, name: str, mode: str, stored: tuple[Place, Callable[[int, str], Injection]]
+    ) -> None:
+        place, fault = stored
+        operation, found = OPERATIONS[name], []
+        for number in count():
+            injection = fault(number, mode)
+            wronged, answer = await run(place, operation, injection)
+            found += wronged
+            assert answer is not None
+            if answer.status_code != operation.status:
+                assert (503, "1") == (answer.status_code, answer.headers["Retry-After"]), answer.text
+            if not injection.fired:
+                break
+        assert [] == found
+        assert operation.status == answer.status_code
+
+    @pytest.mark.parametrize("mode", CRASHES)
+    async def test_a_creation_is_whole_or_did_not_happen(
+        self, mode: str, stored: tuple[Place, Callable[[int, str], Injection]]
+    ) -> None:
+        """A caller with an error has no sandbox. Without the first row nothing is launched."""
+        place, fault = stored
+        found: list[str] = []
+        for number in count():
+            injection = fault(number, mode)
+            answer = await place.with_fault(injection, lambda: place.http("POST", "", BODY))
+            assert answer is not None
+            said = f"{mode} at {injection.seen[-1]}"
+            if answer.status_code != 202:
+                code = (answer.status_code, answer.json()["code"], answer.headers["Retry-After"])
+                assert (503, "DATABASE::UNAVAILABLE", "1") == code, answer.text
+            if injection.seen == ["registry.put"]:
+                assert [] == place.world.hostd.named("launch")
+            injection.recover()
+            told = {answer.json()["id"]} if answer.status_code == 202 else set()
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while (await ids(place)) != told and time.monotonic() < deadline:  # noqa: ASYNC110 - other tasks' state
+                await asyncio.sleep(0.02)
+            found += [f"{said}: {item}" for item in await settled(place)]
+            assert told == await ids(place), said
+            for name in told:
+                assert 204 == (await place.http("DELETE", f"/{name}")).status_code
+            assert [] == await wrong(place)
+            if not injection.fired:
+                break
+        assert [] == found
+        assert len(injection.seen) >= 6
+
+
+async def ids(place: Place) -> set[str]:
+    """Return the ids of all rows, as soon as the database answers."""
+    while True:
+        try:
+            return set(await place.rows())
+        except RegistryError:
+            await asyncio.sleep(0.02)
+
+
+async def test_while_the_database_is_away_calls_get_503_and_sandboxes_stay(
+    template: Template, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that needs no row is answered. Afterwards the server works on without a restart."""
+    config = described(cluster.dsn(cluster.create(template.name)))
+    async with world(database=config) as made, made.serving() as server, server.client() as client:
+        name = (await client.post("/v1/sandboxes", json=CREATE)).json()["id"]
+        launched = len(server.hostd.named("launch"))
+        cluster.kill()
+        try:
+            later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+            for method, path, content in (
+                ("GET", "", None),
+                ("POST", "", CREATE),
+                ("GET", f"/{name}", None),
+                ("DELETE", f"/{name}", None),
+                ("PATCH", f"/{name}/metadata", {"a": "b"}),
+                ("POST", f"/{name}/renew-expiration", {"expiresAt": later}),
+                ("GET", f"/{name}/endpoints/80", None),
+                ("GET", f"/{name}/networkpolicy", None),
+                ("GET", f"/{name}/proxy/18080/policy", None),
+                ("GET", f"/{name}/proxy/8080/", None),
+            ):
+                answer = await client.request(method, f"/v1/sandboxes{path}", json=content)
+                assert (503, "1") == (answer.status_code, answer.headers["Retry-After"]), (method, path, answer.text)
+                assert "DATABASE::UNAVAILABLE" == answer.json()["code"]
+                assert cluster.password not in answer.text
+            assert 200 == (await client.get("/health")).status_code
+            assert ([name], launched) == ([*server.hostd.sandboxes], len(server.hostd.named("launch")))
+        finally:
+            cluster.restart()
+        deadline = time.monotonic() + 10
+        while (answer := await client.get(f"/v1/sandboxes/{name}")).status_code == 503:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        assert (200, "Running") == (answer.status_code, answer.json()["status"]["state"])
+        assert 204 == (await client.delete(f"/v1/sandboxes/{name}")).status_code
+        assert {} == server.hostd.sandboxes
+
+
+async def test_servers_on_one_database_do_not_disturb_each_other(template: Template, cluster: Cluster) -> None:
+    """Each has its own hosts and state directory. Their lists, expiries, removals and restarts are separate."""
+    config = described(cluster.dsn(cluster.create(template.name)))
+    async with world(database=config) as first, world(database=config) as second:
+        async with first.serving(), second.serving(), first.client() as one, second.client() as two:
+            mine = (await one.post("/v1/sandboxes", json=CREATE)).json()["id"]
+            theirs = (await two.post("/v1/sandboxes", json={**CREATE, "timeout": 60})).json()["id"]
+            for client, own, other in ((one, mine, theirs), (two, theirs, mine)):
+                listed = (await client.get("/v1/sandboxes")).json()
+                assert ([own], 1) == ([item["id"] for item in listed["items"]], listed["pagination"]["totalItems"])
+                for method in ("GET", "DELETE"):
+                    assert 404 == (await client.request(method, f"/v1/sandboxes/{other}")).status_code
+        second.offset = 120  # while it is down, its sandbox expires
+        async with first.serving(), first.client() as one:
+            assert "Running" == (await one.get(f"/v1/sandboxes/{mine}")).json()["status"]["state"]
+            rows = cluster.ask("SELECT id FROM sandboxes", config_name(config))
+            assert {(mine,), (theirs,)} == set(rows)
+            async with second.serving(), second.client() as two:
+                deadline = time.monotonic() + 10
+                while second.hostd.sandboxes:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
+                assert 0 == (await two.get("/v1/sandboxes")).json()["pagination"]["totalItems"]
+            assert "Running" == (await one.get(f"/v1/sandboxes/{mine}")).json()["status"]["state"]
+        assert ([mine], []) == ([*first.hostd.sandboxes], [*second.hostd.sandboxes])
+        owners = {identity(made.config.state_dir) for made in (first, second)}
+        assert 2 == len(owners)
+
+
+def config_name(config: DatabaseConfig) -> str:
+    """Return the name of the database of a configuration."""
+    return str(conninfo_to_dict(config.dsn)["dbname"])
