@@ -161,6 +161,9 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
         print("sallyport: no sallyport.policy_file: sandboxes without a networkPolicy get deny-all", file=sys.stderr)
     elif policy.cli.check(configured.policy_file) != 0:
         return WRONG
+    if not write_only and (problem := launch.database_problem(configured)):
+        print(f"sallyport: cannot run: {problem}; run: sallyport doctor", file=sys.stderr)
+        return FAILED
     try:
         if not write_only:  # The programs that this process executes inherit it.
             notes = configured.run_dir / "config"

@@ -42,6 +42,8 @@ def diagnose(settings: Settings) -> list[Check]:
     own = [
         _attempt("policy", "correct the policy file; `sallyport policy check` says where", lambda: _policy(settings))
     ]
+    remedy = "start PostgreSQL, or correct the DSN"
+    own.append(_attempt("database", remedy, lambda: _database(settings)))
     if running is not None:
         return [Check("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
@@ -99,6 +101,12 @@ def _policy(settings: Settings) -> str:
         return "no file: a sandbox without a networkPolicy of its own gets deny-all"
     launch.check_readable(path)
     return f"{path}: good, {len(load(path).policies)} policies"
+
+
+def _database(settings: Settings) -> str:
+    if problem := launch.database_problem(settings):
+        raise OSError(problem)
+    return "SQLite" if launch.database(settings) is None else "the user of serve reaches PostgreSQL"
 
 
 def _listen(settings: Settings) -> str:

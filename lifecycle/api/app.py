@@ -37,12 +37,13 @@ from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.reaper import Observer, Reaper
-from lifecycle.sandboxes.registry import Registry, RegistryError
+from lifecycle.sandboxes.registry import Registry, RegistryError, SchemaError
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
 from policy.strict import place, unknown
 
 POLICY_SECONDS = 0.5
+_OPEN_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -62,13 +63,29 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the registry and run the background tasks. End them at the end of the context."""
-        await self.registry.open()
+        """Open the registry and run the background tasks. End them at the end of the context.
+
+        If a PostgreSQL is away, the API answers meanwhile, and the rest begins when it is back. hostd restarts this
+        process also then, and waits for the API before it is ready itself.
+
+        Raises:
+            SchemaError, RegistryError: the database cannot be used.
+        """
+        opened = asyncio.Event()
         tasks: list[asyncio.Task[None]] = []
         try:
+            await self.registry.open()
+            opened.set()
+        except SchemaError:
+            raise
+        except RegistryError:
+            if not self.registry.remote:
+                raise
+            tasks.append(asyncio.create_task(self._open(opened), name="database"))
+        try:
             tasks.append(asyncio.create_task(self._reap(), name="reaper"))
-            tasks.append(asyncio.create_task(self.observer.run(self.adopted.set), name="observer"))
-            tasks.append(asyncio.create_task(self._reload(), name="policies"))
+            tasks.append(asyncio.create_task(self._observe(opened), name="observer"))
+            tasks.append(asyncio.create_task(self._reload(opened), name="policies"))
             yield
         finally:
             for task in tasks:
@@ -80,11 +97,28 @@ class Server:
                 await daemon.close()
             await self.registry.close()
 
+    async def _open(self, opened: asyncio.Event) -> None:
+        while not opened.is_set():
+            await asyncio.sleep(_OPEN_SECONDS)
+            try:
+                await self.registry.open()
+            except SchemaError as error:
+                _log.error("%s", error)
+            except RegistryError:
+                continue  # The database's own log has it.
+            else:
+                opened.set()
+
+    async def _observe(self, opened: asyncio.Event) -> None:
+        await opened.wait()
+        await self.observer.run(self.adopted.set)
+
     async def _reap(self) -> None:
         await self.adopted.wait()  # Before that a removal could conflict with a change that an earlier process began.
         await self.reaper.run()
 
-    async def _reload(self) -> None:
+    async def _reload(self, opened: asyncio.Event) -> None:
+        await opened.wait()
         while True:
             await asyncio.sleep(POLICY_SECONDS)
             try:

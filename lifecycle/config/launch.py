@@ -141,6 +141,20 @@ def database(settings: Settings) -> DatabaseConfig | None:
     return DatabaseConfig(dsn, **limits)
 
 
+def database_problem(settings: Settings) -> str:
+    """Return what keeps `serve` from its PostgreSQL; empty if nothing does, or the database is SQLite.
+
+    Raises:
+        SettingsError: the DSN cannot be read, or is none.
+    """
+    config = database(settings)
+    if config is None:
+        return ""
+    from lifecycle.database.probe import problem  # As above.
+
+    return problem(config, uids(settings)["serve"])
+
+
 def _dsn(settings: Settings) -> tuple[str, str | None]:
     """Return the place of the DSN, and the DSN if there is one."""
     if settings.database_dsn is not None:

@@ -91,6 +91,7 @@ class Registry:
             self._readers = ThreadPoolExecutor(max_workers=table.readers, thread_name_prefix="registry-reader")
         self._calls: list[Future[Any]] = []
         """Calls that the thread has and that can be in progress."""
+        self._opened = False
 
     async def open(self) -> None:
         """Open or create the database, and migrate it.
@@ -100,6 +101,12 @@ class Registry:
             RegistryError, OSError: it cannot be used.
         """
         await asyncio.wrap_future(self._thread.submit(self._table.open))
+        self._opened = True
+
+    @property
+    def remote(self) -> bool:
+        """Whether the database is a server, which can be away and come back."""
+        return self._readers is not None
 
     async def close(self) -> None:
         """Close the database after the pending calls."""
@@ -117,6 +124,7 @@ class Registry:
 
     async def get(self, sandbox: str) -> Sandbox | None:
         """Return the row of one sandbox, or None."""
+        self._check_open()
         if self._readers is None and self._idle:
             return self._table.get(sandbox)
         return await self._look_up(lambda: self._table.get(sandbox))
@@ -162,12 +170,19 @@ class Registry:
     def _idle(self) -> bool:
         return all(call.done() for call in self._calls)
 
+    def _check_open(self) -> None:
+        """Refuse a call on a database whose schema was not compared yet."""
+        if not self._opened:
+            raise RegistryError("the state database was not reached yet")
+
     async def _look_up[T](self, work: Callable[[], T]) -> T:
+        self._check_open()
         if self._readers is None or not self._idle:
             return await self._run(work)
         return await self._bounded(self._readers.submit(work))
 
     async def _run[T](self, work: Callable[[], T]) -> T:
+        self._check_open()
         call = self._thread.submit(work)
         self._calls = [*(earlier for earlier in self._calls if not earlier.done()), call]
         return await self._bounded(call)

@@ -1,7 +1,10 @@
 """DSNs of PostgreSQL: where they are read from, what is refused, and that no password is shown."""
 
 import json
+import os
+import signal
 import subprocess
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from lifecycle.config.serve import DatabaseConfig, ServeConfig
 from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError, parse
 from lifecycle.database.dsn import described as shown
 from lifecycle.database.dsn import parsed
+from lifecycle.database.probe import problem
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 from tests.postgresql import Cluster, free_port, running
 
@@ -170,7 +174,7 @@ def test_options_of_tls_are_passed_on(encrypted: tuple[Cluster, Path], tmp_path:
     assert [(True,)] == cluster.ask(query)
     rows.close()
     (tmp_path / "other.pem").write_bytes(certificate.read_bytes()[:200])
-    for dsn, problem in (
+    for dsn, text in (
         (verified.replace("host=127.0.0.1", "host=localhost"), "does not match host name|localhost"),
         (
             cluster.dsn(name, "127.0.0.1", sslmode="verify-full", sslrootcert="/etc/ssl/certs/ca-certificates.crt"),
@@ -178,5 +182,29 @@ def test_options_of_tls_are_passed_on(encrypted: tuple[Cluster, Path], tmp_path:
         ),
         (cluster.dsn(name, "127.0.0.1", sslmode="disable"), "no encryption"),
     ):
-        with pytest.raises(RegistryError, match=problem):
+        with pytest.raises(RegistryError, match=text):
             table(described(dsn), tmp_path).open()
+
+
+def test_the_user_of_serve_is_asked_before_the_start(template: Template, tmp_path: Path) -> None:
+    """Nothing is said of a database that can be reached. A file that only another user can read is found."""
+    cluster = template.cluster
+    name, uid = cluster.create(), 700000001
+    assert "" == problem(described(cluster.dsn(name)), uid)
+    refused = problem(described(cluster.dsn(name, password=WORD)), uid)
+    assert "password authentication failed" in refused
+    assert WORD not in refused
+    if os.geteuid() == 0:
+        passfile = tmp_path / "passfile"
+        passfile.write_text(f"*:*:*:*:{cluster.password}\n")
+        passfile.chmod(0o600)
+        dsn = cluster.dsn(name, passfile=str(passfile)).replace(f"password={cluster.password} ", "")
+        tmp_path.chmod(0o711)
+        assert "no password supplied" in problem(described(dsn), uid)
+
+
+def test_a_server_that_hangs_is_a_problem(cluster: Cluster) -> None:
+    cluster.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert "postgresql host=" in problem(described(cluster.dsn("postgres"), connect=2, statement=1), os.getuid())
+    assert time.monotonic() - began < 10

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
 
+import httpx
 import psycopg
 import pytest
 import standins
@@ -16,10 +17,11 @@ from backends import Template, described, table
 from injection import CRASHES, Injection
 from places import BODY, SETTLE_SECONDS, Place, running, settled, wrong
 from psycopg.conninfo import conninfo_to_dict
-from standins import world
+from standins import KEY, world
 from test_faults_at_each_step import OPERATIONS, run
 from test_transactions import BODY as CREATE
 
+from lifecycle.api.app import build
 from lifecycle.config.serve import DatabaseConfig
 from lifecycle.database import engine
 from lifecycle.lasting import identity
@@ -248,6 +250,28 @@ async def test_while_the_database_is_away_calls_get_503_and_sandboxes_stay(
         assert (200, "Running") == (answer.status_code, answer.json()["status"]["state"])
         assert 204 == (await client.delete(f"/v1/sandboxes/{name}")).status_code
         assert {} == server.hostd.sandboxes
+
+
+async def test_a_start_without_the_database_is_completed_when_it_is_back(template: Template, cluster: Cluster) -> None:
+    """hostd restarts `serve` at any time. The API answers, and the sandboxes of before are adopted later."""
+    config = described(cluster.dsn(cluster.create(template.name)))
+    async with world(database=config) as made:
+        async with made.serving() as server, server.client() as client:
+            name = (await client.post("/v1/sandboxes", json=CREATE)).json()["id"]
+        cluster.kill()
+        later = build(made.config, made.policies, made.tokens, clock=made.clock())
+        transport = httpx.ASGITransport(later.edge)
+        headers = {"OPEN-SANDBOX-API-KEY": KEY}
+        async with later.running(), httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as api:
+            answers = [await api.get("/v1/sandboxes"), await api.post("/v1/sandboxes", json=CREATE)]
+            assert [(503, "1")] * 2 == [(answer.status_code, answer.headers["Retry-After"]) for answer in answers]
+            assert not later.adopted.is_set()
+            assert [name] == [*made.hostd.sandboxes]
+            await asyncio.to_thread(cluster.restart)
+            async with asyncio.timeout(20):
+                await later.adopted.wait()
+            assert 200 == (await api.get(f"/v1/sandboxes/{name}")).status_code
+            assert 204 == (await api.delete(f"/v1/sandboxes/{name}")).status_code
 
 
 async def test_servers_on_one_database_do_not_disturb_each_other(template: Template, cluster: Cluster) -> None:
