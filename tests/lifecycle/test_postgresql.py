@@ -252,6 +252,30 @@ async def test_while_the_database_is_away_calls_get_503_and_sandboxes_stay(
         assert {} == server.hostd.sandboxes
 
 
+async def test_a_slow_creation_without_an_answer_leaves_nothing(
+    template: Template, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database goes away while its caller waits. The caller gets no id, so the sandbox is removed."""
+    monkeypatch.setattr(transaction, "_ABANDONED_SECONDS", 0.05)
+    config = described(cluster.dsn(cluster.create(template.name)))
+    bounds = replace(standins.BOUNDS, answer_seconds=0.3)
+    async with world(database=config, bounds=bounds) as made, made.serving() as server, server.client() as client:
+        server.hostd.hold["launch"], server.hostd.reached["launch"] = asyncio.Event(), asyncio.Event()
+        call = asyncio.create_task(client.post("/v1/sandboxes", json=CREATE))
+        await server.hostd.reached["launch"].wait()
+        await asyncio.to_thread(cluster.kill)
+        answer = await call
+        assert (503, "DATABASE::UNAVAILABLE") == (answer.status_code, answer.json()["code"])
+        await asyncio.to_thread(cluster.restart)
+        await asyncio.sleep(1.1)  # the interval between connects
+        server.hostd.hold["launch"].set()
+        deadline = time.monotonic() + 20
+        while (await client.get("/v1/sandboxes")).json().get("items") != [] or server.hostd.sandboxes:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert {} == server.vaultd.grants
+
+
 async def test_a_start_without_the_database_is_completed_when_it_is_back(template: Template, cluster: Cluster) -> None:
     """hostd restarts `serve` at any time. The API answers, and the sandboxes of before are adopted later."""
     config = described(cluster.dsn(cluster.create(template.name)))

@@ -18,7 +18,7 @@ from testbed.census import command_lines, daemons
 from testbed.internet import ATTACKER, STATUS
 from testbed.stack import Stack
 from tests.postgresql import Cluster, free_port, running
-from tests.stacks import beside, put_secrets
+from tests.stacks import Second, beside, put_secrets
 from tests.system.test_create_and_delete import body
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
@@ -29,7 +29,7 @@ _LARGE = 16 << 20
 
 
 class Stored(Stack):
-    """A Sallyport with its state in PostgreSQL. The DSN, with a password, is in a file of root."""
+    """A Sallyport with its state in PostgreSQL. The DSN, with a password, is in a file that only root can read."""
 
     dsn = ""
 
@@ -46,6 +46,10 @@ class Stored(Stack):
         self.dsn_file.touch(mode=0o600)
         self.dsn_file.write_text(self.dsn)
         super().start()
+
+
+class Neighbour(Stored, Second):
+    """Another one, with its own hostd, Docker and home, on the same database."""
 
 
 @pytest.fixture(scope="module", name="cluster")
@@ -118,6 +122,36 @@ def test_sandboxes_work_on_while_the_database_is_away(stored: Stored, cluster: C
     assert 204 == api(stored, "DELETE", f"/{sandbox.id}").status_code
     assert [] == traces.remaining()
     sandbox.close()
+
+
+def listed(stack: Stack) -> list[str]:
+    """Return the ids of the sandboxes that the API lists."""
+    return [item["id"] for item in api(stack, "GET").json()["items"]]
+
+
+def test_two_servers_on_one_database_do_not_disturb_each_other(stored: Stored, cluster: Cluster) -> None:
+    """Neither by their lists and removals, nor when both `serve` are killed, nor when one server ends."""
+    mine = api(stored, "POST", "", body()).json()["id"]
+    Neighbour.dsn = stored.dsn
+    with beside(Neighbour, "neighbour") as neighbour:
+        assert isinstance(neighbour, Neighbour)
+        theirs = api(neighbour, "POST", "", body()).json()["id"]
+        pairs = ((stored, mine, theirs), (neighbour, theirs, mine))
+        for stack, own, other in pairs:
+            assert [own] == listed(stack)
+            assert 404 == api(stack, "DELETE", f"/{other}").status_code
+        former = [daemons(stack)["lifecycle.serve"] for stack, _, _ in pairs]
+        for pid in former:
+            os.kill(pid, signal.SIGKILL)
+        for (stack, own, _), pid in zip(pairs, former, strict=True):
+            until(lambda stack=stack, pid=pid: daemons(stack).get("lifecycle.serve", pid) != pid)  # type: ignore[misc]
+            until(lambda stack=stack, own=own: answers(stack, f"/{own}"))  # type: ignore[misc]
+            assert ([own], [own]) == (listed(stack), [state.sandbox for state in stack.sandboxes()])
+            assert "Running" == api(stack, "GET", f"/{own}").json()["status"]["state"]
+    rows = cluster.ask("SELECT id FROM sandboxes WHERE state <> 'Failed'", stored.dsn.rpartition("dbname=")[2])
+    assert (mine,) in rows
+    assert [mine] == listed(stored) == [state.sandbox for state in stored.sandboxes()]
+    assert 204 == api(stored, "DELETE", f"/{mine}").status_code
 
 
 def test_no_other_user_can_read_the_password(stored: Stored, cluster: Cluster) -> None:
