@@ -10,7 +10,6 @@
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import select
@@ -19,6 +18,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,14 @@ class SQLite:
         self._engine.dispose()
 
 
+@dataclass
+class _Call:
+    """A call in progress: its begin, by the monotonic clock, and its connection as soon as there is one."""
+
+    began: float
+    connection: Any = None
+
+
 class PostgreSQL:
     """A server's database, behind a bounded pool of connections.
 
@@ -159,9 +167,8 @@ class PostgreSQL:
         self._engine = self._made(connect_seconds)
         self._single = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._busy: dict[int, tuple[float, Connection]] = {}
-        """The connections in use, with the time at which their use began."""
+        self._calls: dict[int, _Call] = {}
+        """The calls in progress, by thread."""
         self._failed: tuple[float, str] | None = None
         """The time and the text of the last connect, if it failed."""
 
@@ -187,6 +194,7 @@ class PostgreSQL:
             self._failed = (time.monotonic(), str(error))
             raise
         self._failed = None
+        self._uses(connection)
         try:
             self._prepare(connection)
         except BaseException:
@@ -223,36 +231,47 @@ class PostgreSQL:
         Raises:
             RegistryError: the connect or a statement failed. It is unknown whether the statement was executed.
         """
-        with self._faults(), self._single.connect() as connection, self._in_use(connection):
+        with self._faults(), self._timed(), self._single.connect() as connection:
+            self._uses(connection.connection.driver_connection)
             yield connection
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
         """Lend a connection for one transaction. If the block raises, nothing is changed."""
-        with self._faults(), self._engine.begin() as connection, self._in_use(connection):
-            yield connection
+        with self._faults(), self._timed(), self._engine.connect() as connection:
+            self._uses(connection.connection.driver_connection)
+            with connection.begin():
+                yield connection
 
     @contextlib.contextmanager
-    def _in_use(self, connection: Connection) -> Iterator[None]:
-        number = next(self._numbers)
+    def _timed(self) -> Iterator[None]:
+        """Note that this thread makes a call now, from the connect to the commit."""
+        thread = threading.get_ident()
         with self._lock:
-            self._busy[number] = (time.monotonic(), connection)
+            self._calls[thread] = _Call(time.monotonic())
         try:
             yield
         finally:
             with self._lock:
-                del self._busy[number]
+                del self._calls[thread]
+
+    def _uses(self, connection: Any) -> None:
+        """Note the connection of this thread's call."""
+        with self._lock:
+            if (call := self._calls.get(threading.get_ident())) is not None:
+                call.connection = connection
 
     def interrupt(self) -> None:
         """Shut down the sockets of calls that exceed `patience`, so that the threads that wait get an error."""
         began = time.monotonic() - (self.patience or 0.0)
         with self._lock:
-            for started, connection in self._busy.values():
-                if started <= began:
-                    with contextlib.suppress(OSError, SQLAlchemyError, self._psycopg.Error):
-                        raw: Any = connection.connection.driver_connection
-                        with socket.socket(fileno=os.dup(raw.fileno())) as end:
-                            end.shutdown(socket.SHUT_RDWR)
+            for call in self._calls.values():
+                if call.began <= began and call.connection is not None:
+                    with (
+                        contextlib.suppress(OSError, self._psycopg.Error),
+                        socket.socket(fileno=os.dup(call.connection.fileno())) as end,
+                    ):
+                        end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close every connection."""

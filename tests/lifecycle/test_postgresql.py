@@ -24,9 +24,10 @@ from test_transactions import BODY as CREATE
 from lifecycle.api.app import build
 from lifecycle.config.serve import DatabaseConfig
 from lifecycle.database import engine
+from lifecycle.database.engine import PostgreSQL
 from lifecycle.lasting import identity
 from lifecycle.sandboxes import transaction
-from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, SchemaError, State
+from lifecycle.sandboxes.registry import _INTERRUPT_SECONDS, Registry, RegistryError, Sandbox, SchemaError, State
 from tests.postgresql import Cluster
 
 ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), "runc")
@@ -97,6 +98,30 @@ class TestPostgreSQLThatDoesNotAnswer:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.2)
         assert {"one"} <= {row.id for row in await registry.all()} <= {"one", "row0"}
+        await registry.close()
+
+    async def test_a_commit_that_hangs_ends_in_time(self, cluster: Cluster, tmp_path: Path) -> None:
+        """Here in a trigger at the commit. The limit of the server is longer than ours."""
+        name = cluster.create()
+        rows = table(described(cluster.dsn(name), statement=60), tmp_path)
+        registry = Registry(rows)
+        await registry.open()
+        await registry.put(ROW)
+        function = (
+            "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(30); RETURN NULL; END'"
+        )
+        trigger = "CREATE CONSTRAINT TRIGGER wait AFTER UPDATE ON sandboxes DEFERRABLE INITIALLY DEFERRED"
+        cluster.ask(function, name)
+        cluster.ask(f"{trigger} FOR EACH ROW EXECUTE FUNCTION wait()", name)
+        assert isinstance(rows._database, PostgreSQL)
+        rows._database.patience = 1.0
+        began = time.monotonic()
+        with pytest.raises(RegistryError, match="does not answer"):
+            await registry.update("one", lambda row: replace(row, reason="changed"))
+        await asyncio.sleep(2 * _INTERRUPT_SECONDS)
+        assert ROW == await registry.get("one")
+        assert [ROW] == await registry.all()  # in the thread that waited for the commit
+        assert time.monotonic() - began < 10
         await registry.close()
 
     async def test_a_lock_of_another_program_is_not_waited_for(self, cluster: Cluster, tmp_path: Path) -> None:
