@@ -103,7 +103,12 @@ def _check_columns(connection: Connection, database: Database) -> None:
 
 def _lock(connection: Connection) -> None:
     if connection.dialect.name == "postgresql":
-        for setting, seconds in (("lock_timeout", _LOCK_SECONDS), ("statement_timeout", _MIGRATION_SECONDS)):
+        limits = {
+            "lock_timeout": _LOCK_SECONDS,
+            "statement_timeout": _MIGRATION_SECONDS,
+            "idle_in_transaction_session_timeout": _MIGRATION_SECONDS,  # Alembic is imported within the transaction.
+        }
+        for setting, seconds in limits.items():
             connection.execute(select(func.set_config(setting, f"{seconds}s", True)))
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
 
