@@ -60,6 +60,8 @@ _CALM_SECONDS = 10.0
 _PATIENCE_SECONDS = 5.0
 _CHANNEL_SECONDS = 1.0
 _CONFIRM_SECONDS = 20.0
+_REMOVALS = 3
+"""The attempts to remove each sandbox when hostd stops."""
 _DECIDED_SECONDS = 2.0
 _REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code.INTERNAL})
 """The codes of a worker's refusal that the caller gets. The caller gets `gateway` for any other code."""
@@ -528,8 +530,11 @@ class Sandboxes:
         with contextlib.suppress(wire.RequestError):  # the next list compares again
             await self._change_pause(sandbox, self._pausing.settle)
 
-    async def remove(self, name: str) -> tuple[str, ...]:
-        """Remove a sandbox. Return what is left of it. An unknown sandbox can still have a container."""
+    async def remove(self, name: str, turn: asyncio.Semaphore | None = None) -> tuple[str, ...]:
+        """Remove a sandbox. Return what is left of it. An unknown sandbox can still have a container.
+
+        Its traffic ends at once. What takes longer waits for its `turn`.
+        """
         sandbox = self._known.get(name)
         if sandbox is None:
             sandbox = HostSandbox(name, 1, self._config.runtimes[0])
@@ -537,10 +542,10 @@ class Sandboxes:
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # this also cancels a spawn
         _kill(sandbox)
-        return await self._endings.whole(self._leave(sandbox))
+        return await self._endings.whole(self._leave(sandbox, turn or asyncio.Semaphore()))
 
-    async def _leave(self, sandbox: HostSandbox) -> tuple[str, ...]:
-        async with sandbox.lock:
+    async def _leave(self, sandbox: HostSandbox, turn: asyncio.Semaphore) -> tuple[str, ...]:
+        async with turn, sandbox.lock:
             return await self._unmake(sandbox)
 
     def watched(self) -> tuple[tuple[str, slots.Slot, str], ...]:
@@ -583,11 +588,20 @@ class Sandboxes:
         return tuple(self._known)
 
     async def remove_all(self) -> tuple[str, ...]:
-        """Remove all sandboxes."""
-        results = await asyncio.gather(*(self.remove(name) for name in list(self._known)), return_exceptions=True)
+        """Remove all sandboxes. Return what is left of them.
+
+        A few have their turn at once, because dockerd does not remove hundreds in time. A removal that failed is tried
+        again.
+        """
         residue: list[str] = []
-        for result in results:
-            residue += [f"removal failed: {type(result).__name__}"] if isinstance(result, BaseException) else result
+        for _ in range(_REMOVALS):
+            turn = asyncio.Semaphore(self._config.launch_concurrency)
+            removals = (self.remove(name, turn) for name in list(self._known))
+            residue.clear()
+            for result in await asyncio.gather(*removals, return_exceptions=True):
+                residue += [f"removal failed: {type(result).__name__}"] if isinstance(result, BaseException) else result
+            if not residue:
+                break
         return tuple(residue)
 
     async def release(self) -> None:

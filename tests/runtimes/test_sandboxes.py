@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 import wire
+from runtimes.engine.docker import DockerError
 from runtimes.operator import Operator
 from runtimes.pausing import Pausing
 from runtimes.process.cgroups import Cgroups, Hierarchies
 from runtimes.process.freezer import Freezer
 from runtimes.records import RecordStore
 from runtimes.rings import Rings
+from runtimes.sandbox import HostSandbox
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import HostConfig
 from tests.runtimes.test_spec import host_config, launch_of
@@ -56,29 +58,28 @@ class NoContainers:
         return []
 
 
+def _sandboxes(place: Path, bound: int, daemons: Any, docker: Any) -> Sandboxes:
+    """Return hostd's sandboxes below `place`, which has room for six, `bound` at once."""
+    for name in ("plans", "netns", "records"):
+        (place / name).mkdir()
+    (place / "roots.pem").write_text("roots\n")
+    maxima = host_config()["maxima"] | {"sandboxes": 6}
+    places = {"run_dir": str(place), "state_dir": str(place), "upstream_roots": str(place / "roots.pem")}
+    config = HostConfig.model_validate(host_config(launch_concurrency=bound, maxima=maxima, **places))
+    groups = Cgroups(str(place), Hierarchies(2, (place / "groups",)))
+    operator, records, rings = (
+        Operator(config, daemons, "roots"),
+        RecordStore(place / "records"),
+        Rings(place / "rings"),
+    )
+    return Sandboxes(config, operator, docker, daemons, docker, groups, Pausing(Freezer(""), docker), records, rings)
+
+
 @pytest.mark.parametrize("bound", [1, 3, 6])
 async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: Path, bound: int) -> None:
     """A launch begins with its policy, so the launches that are at the compiler at once are in progress at once."""
-    for name in ("plans", "netns", "records"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "roots.pem").write_text("roots\n")
-    maxima = host_config()["maxima"] | {"sandboxes": 6}
-    places = {"run_dir": str(tmp_path), "state_dir": str(tmp_path), "upstream_roots": str(tmp_path / "roots.pem")}
-    config = HostConfig.model_validate(host_config(launch_concurrency=bound, maxima=maxima, **places))
-    compiler: Any = Compiler(bound)
-    beyond: Any = NoContainers()
-    groups = Cgroups(str(tmp_path), Hierarchies(2, (tmp_path / "groups",)))
-    sandboxes = Sandboxes(
-        config,
-        Operator(config, compiler, "roots"),
-        beyond,
-        compiler,
-        beyond,
-        groups,
-        Pausing(Freezer(""), beyond),
-        RecordStore(tmp_path / "records"),
-        Rings(tmp_path / "rings"),
-    )
+    compiler = Compiler(bound)
+    sandboxes = _sandboxes(tmp_path, bound, compiler, NoContainers())
     specs = [launch_of(sandbox=f"sbx-{number}") for number in range(6)]
     launches = [asyncio.create_task(sandboxes.launch(spec)) for spec in specs]
     async with asyncio.timeout(10):
@@ -89,3 +90,36 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
         outcomes = await asyncio.gather(*launches, return_exceptions=True)
     assert ["invalid"] * 6 == [getattr(outcome, "code", outcome) for outcome in outcomes]
     assert bound == compiler.most
+
+
+class BusyDocker:
+    """A replacement for `runtimes.engine.docker.Docker`, which fails so many times for each sandbox."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.asked: dict[str, int] = {}
+        self.present = self.most = 0
+
+    async def ours(self, sandbox: str) -> list[tuple[str, str]]:
+        self.present += 1
+        self.most = max(self.most, self.present)
+        await asyncio.sleep(0.001)
+        self.present -= 1
+        self.asked[sandbox] = self.asked.get(sandbox, 0) + 1
+        if self.asked[sandbox] <= self.failures:
+            raise DockerError("too late")
+        return []
+
+
+@pytest.mark.parametrize(("failures", "left"), [(0, 0), (2, 0), (9, 6)])
+async def test_a_host_that_stops_removes_a_few_sandboxes_at_once_and_tries_again(
+    tmp_path: Path, failures: int, left: int
+) -> None:
+    docker = BusyDocker(failures)
+    sandboxes = _sandboxes(tmp_path, 2, Compiler(1), docker)
+    names = [f"sbx-{number}" for number in range(6)]
+    sandboxes._known.update({name: HostSandbox(name, 1, "runc") for name in names})
+    async with asyncio.timeout(60):
+        residue = await sandboxes.remove_all()
+    assert 2 == docker.most
+    assert left == len(residue) == len(sandboxes.names())
