@@ -78,13 +78,19 @@ def _sandboxes(fixture: Fixture, number: int) -> list[Figure]:
         print(f"bench: density, {number} sandboxes made in {sum(seconds):.0f} s of calls", file=sys.stderr, flush=True)
         with_all = _look(fixture, SETTLE_SECONDS, REST_SECONDS)
         full = available_mib()
-        states = fixture.stack.sandboxes()
-        running = [state for state in states if state.worker_pid is not None]
-        timings = launched(fixture.stack)
+        return _figures(fixture, made, seconds, at_rest, with_all, (empty - full) / number)
     finally:
         asyncio.run(_remove(fixture, made))
+
+
+def _figures(
+    fixture: Fixture, made: list[str], seconds: list[float], at_rest: "Look", with_all: "Look", machine: float
+) -> list[Figure]:
+    number = len(made)
+    running = [state for state in fixture.stack.sandboxes() if state.worker_pid is not None]
     if len(running) != number:
         raise BenchError(f"{len(running)} of {number} sandboxes run")
+    timings = launched(fixture.stack)
     configured = [timings[name]["worker_ms"] for name in made]
     alone = _alone(number)
     goal = Goal("median", _CONFIGURED)
@@ -98,7 +104,7 @@ def _sandboxes(fixture: Fixture, number: int) -> list[Figure]:
         *_of_workers(with_all),
         *_by_component(at_rest, with_all, number),
         Figure("one sandbox: memory of the kernel", "MiB", [(with_all.kernel - at_rest.kernel) / 1024 / number]),
-        Figure("one sandbox: memory of the machine", "MiB", [(empty - full) / number]),
+        Figure("one sandbox: memory of the machine", "MiB", [machine]),
     ]
 
 
