@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import time
@@ -30,7 +29,7 @@ import wire
 from runtimes.daemons import Daemons
 from runtimes.net.guard import NetGuard
 from runtimes.process import liveness
-from runtimes.process.adopted import readable
+from runtimes.process.adopted import readable, readable_within
 from runtimes.process.cgroups import Cgroups, GroupLimits
 from runtimes.process.finish import both, finished, together
 from runtimes.process.liveness import within
@@ -186,7 +185,7 @@ class WorkerProcess:
         """Kill it; every call that waits for it returns. `end` removes what is left."""
         if self._gone:
             return
-        if not select.select([self._pidfd], [], [], 0)[0]:
+        if not readable_within(self._pidfd, 0):
             self._daemons.killed(self.pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

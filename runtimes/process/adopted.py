@@ -59,7 +59,7 @@ class Adopted:
     @property
     def returncode(self) -> int | None:
         """None while it runs, else `UNKNOWN_STATUS`."""
-        return UNKNOWN_STATUS if select.select([self._pidfd], [], [], 0)[0] else None
+        return UNKNOWN_STATUS if readable_within(self._pidfd, 0) else None
 
     async def wait(self) -> int:
         """Wait until it has ended."""
@@ -84,6 +84,16 @@ class Adopted:
 
 def _send(pidfd: int, number: int) -> None:
     signal.pidfd_send_signal(pidfd, number)
+
+
+def readable_within(fd: int, seconds: float) -> bool:
+    """Return whether `fd` can be read within this time: a pidfd, whether its process has ended.
+
+    `select` takes no descriptor above 1023, and hostd has several for each sandbox.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 async def readable(fd: int) -> None:

@@ -8,13 +8,12 @@
 import fcntl
 import hashlib
 import os
-import select
 import signal
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-from runtimes.process.adopted import Adopted
+from runtimes.process.adopted import Adopted, readable_within
 
 _TERM_SECONDS = 20.0
 _KILL_SECONDS = 5.0
@@ -114,7 +113,7 @@ def end(directory: Path, name: str, patience: float = _TERM_SECONDS) -> bool:
         try:
             for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, _KILL_SECONDS)):
                 signal.pidfd_send_signal(fd, number)
-                if select.select([fd], [], [], seconds)[0]:
+                if readable_within(fd, seconds):
                     break
         except ProcessLookupError:
             pass
@@ -144,7 +143,7 @@ def _open(path: Path) -> tuple[int, int, str] | None:
     except OSError:
         return None
     # Checked after the pidfd was opened, so that the check is about the pidfd's process.
-    if start_time(pid) != words[1] or select.select([fd], [], [], 0)[0]:
+    if start_time(pid) != words[1] or readable_within(fd, 0):
         os.close(fd)
         return None
     return pid, fd, words[2] if len(words) == 3 else ""

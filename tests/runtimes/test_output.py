@@ -1,9 +1,11 @@
 """The output of child processes: bounded, in one line each, with their names, also after hostd was killed."""
 
 import asyncio
+import fcntl
 import itertools
 import logging
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.process.adopted import Adopted
+from runtimes.process.adopted import Adopted, readable_within
 from runtimes.process.output import LINE_CHARACTERS, Output, OutputPace, pipe
 
 _FLOOD = """
@@ -145,3 +147,23 @@ async def test_only_a_pipe_is_taken_for_output(tmp_path: Path, kind: str) -> Non
     finally:
         process.kill()
         await process.wait()
+
+
+@pytest.mark.parametrize("number", [100, 1500])
+def test_the_end_of_a_process_is_seen_at_any_number_of_descriptor(number: int) -> None:
+    """hostd has several descriptors for each sandbox; `select` refuses those above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    process = subprocess.Popen(["sleep", "1000"])
+    low = os.pidfd_open(process.pid)
+    high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, number)
+    try:
+        assert not readable_within(high, 0)
+        process.kill()
+        assert readable_within(high, 30)
+    finally:
+        os.close(high)
+        os.close(low)
+        process.kill()
+        process.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
