@@ -61,7 +61,7 @@ class Pausing:
             wire.RequestError: it has no process (`not_running`), or it cannot be frozen, and runs.
         """
         try:
-            await asyncio.to_thread(self._freezer.freeze, sandbox.container or "")
+            await self._freezer.freeze(sandbox.container or "")
         except NoProcesses:
             raise wire.RequestError(wire.Code.NOT_RUNNING, "no process of the sandbox is left") from None
         except (OSError, TimeoutError) as error:

@@ -8,6 +8,7 @@
   `end` first: the processes get SIGKILL and are then thawed, so none of them runs once more.
 """
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -38,7 +39,7 @@ class NoProcesses(Exception):
 
 
 class Freezer:
-    """The freezer of one host. Each call blocks for milliseconds, `freeze` for at most `FREEZE_SECONDS`."""
+    """The freezer of one host. A call reads and writes some small files of the kernel; only `freeze` waits."""
 
     def __init__(self, mountinfo: str | None = None) -> None:
         """Find the freezer in the text of /proc/self/mountinfo, by default this process's.
@@ -74,7 +75,7 @@ class Freezer:
                 raise
             return Freeze.THAWED
 
-    def freeze(self, container: str) -> None:
+    async def freeze(self, container: str) -> None:
         """Freeze a container and wait until every process of it has stopped. After an error it is thawed.
 
         Raises:
@@ -95,7 +96,7 @@ class Freezer:
                     return
                 if time.monotonic() > deadline:
                     raise TimeoutError("a process of the container did not stop")
-                time.sleep(_TICK_SECONDS)
+                await asyncio.sleep(_TICK_SECONDS)  # no thread is held: many containers can be slow at once
         except BaseException:
             with contextlib.suppress(OSError):
                 self.thaw(container)

@@ -3,11 +3,10 @@
 Real processes are frozen in tests/system/test_pause.py.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,20 +86,20 @@ def test_the_state_is_the_kernels(state: Freeze, kernel: Kernel) -> None:
     assert state is Freezer(kernel.table).state(NAME)
 
 
-def test_a_container_without_a_group_is_thawed_and_cannot_be_frozen(kernel: Kernel) -> None:
+async def test_a_container_without_a_group_is_thawed_and_cannot_be_frozen(kernel: Kernel) -> None:
     held = Freezer(kernel.table)
     assert Freeze.THAWED is held.state(NAME)
     with pytest.raises(NoProcesses):
-        held.freeze(NAME)
+        await held.freeze(NAME)
     with pytest.raises(FileNotFoundError):
         held.thaw(NAME)
     held.end(NAME)
 
 
-def test_a_container_without_a_process_cannot_be_frozen(kernel: Kernel) -> None:
+async def test_a_container_without_a_process_cannot_be_frozen(kernel: Kernel) -> None:
     kernel.make()
     with pytest.raises(NoProcesses):
-        Freezer(kernel.table).freeze(NAME)
+        await Freezer(kernel.table).freeze(NAME)
     assert kernel.thawed == kernel.asked
 
 
@@ -113,35 +112,43 @@ def test_processes_in_groups_below_count(kernel: Kernel, process: int) -> None:
     assert -signal.SIGKILL == _ended(process)
 
 
-def test_a_freeze_returns_when_every_process_has_stopped(kernel: Kernel) -> None:
+async def test_a_freeze_returns_when_every_process_has_stopped(kernel: Kernel) -> None:
     """On v1 the file that is written shows the state too."""
     kernel.make(1)
-    done: list[bool] = []
-
-    def freeze() -> None:
-        Freezer(kernel.table).freeze(NAME)
-        done.append(True)
-
-    thread = threading.Thread(target=freeze)
-    kernel.say(Freeze.PARTLY)
-    if kernel.version == 2:
-        thread.start()
-        time.sleep(0.05)  # a longer wait only makes the test stronger
-        assert [] == done
-        kernel.say(Freeze.FROZEN)
-        thread.join()
-    else:
-        freeze()
-    assert [True] == done
+    if kernel.version == 1:
+        await Freezer(kernel.table).freeze(NAME)
+        assert "FROZEN" == kernel.asked
+        return
+    freezing = asyncio.create_task(Freezer(kernel.table).freeze(NAME))
+    await asyncio.sleep(0.05)  # a longer wait only makes the test stronger
+    assert "1" == kernel.asked
+    assert not freezing.done()
+    kernel.say(Freeze.FROZEN)
+    await freezing
 
 
-def test_a_container_that_does_not_freeze_is_thawed_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_leaves_during_a_freeze_leaves_nothing_frozen(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.make(1)
+    monkeypatch.setattr(Freezer, "state", lambda _self, _container: Freeze.PARTLY)
+    freezing = asyncio.create_task(Freezer(kernel.table).freeze(NAME))
+    await asyncio.sleep(0.01)
+    assert kernel.thawed != kernel.asked
+    freezing.cancel()
+    await asyncio.gather(freezing, return_exceptions=True)
+    assert kernel.thawed == kernel.asked
+
+
+async def test_a_container_that_does_not_freeze_is_thawed_again(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel.make(1)
     monkeypatch.setattr(freezer, "FREEZE_SECONDS", 0.05)
     held = Freezer(kernel.table)
     monkeypatch.setattr(Freezer, "state", lambda _self, _container: Freeze.PARTLY)
     with pytest.raises(TimeoutError):
-        held.freeze(NAME)
+        await held.freeze(NAME)
     assert kernel.thawed == kernel.asked
 
 
@@ -158,14 +165,14 @@ def test_only_a_frozen_container_is_ended(kernel: Kernel, process: int) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_a_host_without_a_freezer_freezes_nothing(version: int, tmp_path: Path) -> None:
+async def test_a_host_without_a_freezer_freezes_nothing(version: int, tmp_path: Path) -> None:
     """Also not with a hierarchy of v2 beside those of v1, which has no controllers."""
     beside = f"1 2 0:3 / {tmp_path} rw - cgroup2 none rw\n1 2 0:3 / /memory rw - cgroup none rw,memory\n"
     held = Freezer(beside if version else "")
     assert not held.available
     assert Freeze.THAWED is held.state(NAME)
     with pytest.raises(OSError, match="no freezer"):
-        held.freeze(NAME)
+        await held.freeze(NAME)
 
 
 def _ended(process: int) -> int:

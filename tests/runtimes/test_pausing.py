@@ -39,7 +39,7 @@ class Host:
     def state(self, _container: str) -> Freeze:
         return self.frozen
 
-    def freeze(self, _container: str) -> None:
+    async def freeze(self, _container: str) -> None:
         self._call("freeze")
         self.frozen = Freeze.FROZEN
 
