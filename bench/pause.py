@@ -2,7 +2,7 @@
 
 - The peer is `pause` and `unpause` of Docker's API for a container of the same image, on the same runtime without the
   shim. It freezes processes and nothing else. Sallyport also writes two states and two records, and cuts all flows.
-- A loop of the shell runs in both.
+- A loop of the shell runs in both. One of them is paused while the other is measured.
 """
 
 import time
@@ -39,16 +39,23 @@ def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figu
     host = api.create_host_config(network_mode="none", runtime=PLAIN[runtime], nano_cpus=1_000_000_000)
     container = api.create_container(image=IMAGE, command=["sh", "-c", _BUSY], host_config=host)["Id"]
     sandbox = fixture.create(runtime)
+    name = str(sandbox.id)
     try:
         api.start(container)
         sandbox.commands.run(f"nohup sh -c '{_BUSY}' >/dev/null 2>&1 &")
         with httpx.Client(base_url=fixture.stack.base, headers=key, timeout=30, trust_env=False) as client:
-            for _ in range(rounds):
-                for op, docker_op in (("pause", api.pause), ("resume", api.unpause)):
+            ways = (
+                (ours, lambda: _change(client, name, "pause"), lambda: _change(client, name, "resume")),
+                (peers, lambda: api.pause(container), lambda: api.unpause(container)),
+            )
+            ways[1][1]()
+            for number in range(2 * rounds):  # each of them while the other is paused
+                (samples, pause, resume), (_, _, resume_other) = ways[number % 2], ways[1 - number % 2]
+                for op, work in (("pause", pause), ("resume", resume)):
                     time.sleep(_REST_SECONDS)
-                    ours[op].append(_timed(lambda op=op: _change(client, str(sandbox.id), op)))
-                    time.sleep(_REST_SECONDS)
-                    peers[op].append(_timed(lambda work=docker_op: work(container)))
+                    samples[op].append(_timed(work))
+                pause()
+                resume_other()
     finally:
         sandbox.kill()
         sandbox.close()
