@@ -254,6 +254,7 @@ def test_a_pause_survives_the_death_of_each_process(
     containers = [stack.container(one.id) for one in clients]
     for one in clients:
         assert 202 == turn(stack, one, "pause")
+    time.sleep(1)  # for the servers to write down what they have received
     asked, used = arrived(internet), [accounts.seconds(container) for container in containers]
     with Capture(internet.path(internet.net), "net0", lambda frame: frame.source == UP_ADDRESS) as wire:
         dead = set().union(*(processes(stack, role, clients) for role in victims.split("+")))
