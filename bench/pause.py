@@ -6,6 +6,7 @@
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import docker
@@ -59,6 +60,8 @@ def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figu
     finally:
         sandbox.kill()
         sandbox.close()
+        with suppress(docker.errors.APIError):  # Docker can leave the shim of a container that is removed while paused
+            api.unpause(container)
         api.remove_container(container, force=True)
     figures = []
     for op in _OPS:
