@@ -136,8 +136,11 @@ class Freezer:
     def _processes(self, container: str) -> tuple[int, ...]:
         """Return the processes of a container, those in groups below its group too."""
         found: list[int] = []
-        with contextlib.suppress(OSError):
+        try:
             group = self._group(container)
             for procs in (group / "cgroup.procs", *group.rglob("*/cgroup.procs")):
                 found += map(int, procs.read_text().split())
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):  # no group, or it is being removed
+                raise
         return tuple(found)
