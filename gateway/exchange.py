@@ -61,7 +61,7 @@ type Reserve = Callable[[frozenset[InjectionPlan]], Route | None]
 """Reserves an existing connection for a request with these secrets; returns its route, None if there is none."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Repeated:
     """What equal requests of a flow have in common while policy decides equally.
 

@@ -5,7 +5,7 @@
 | offers HTTP/1.1 in TLS, offers no protocol, or speaks plain HTTP | `http1` |
 | offers only HTTP/2, or offers it for a server that speaks only HTTP/2 | `http2` |
 
-- That a server speaks only HTTP/2 is known after a flow in HTTP/1.1 failed for that reason (`Http2Servers`).
+- Whether a server speaks only HTTP/2 is known after a flow in HTTP/1.1 failed for that reason (`Http2Servers`).
 
 - A worker has one `FlowEngine`. The flows of the sandbox share certificates, TLS contexts and idle upstream connections
   (`gateway.engines.pool`), and nothing else. A connection in use belongs to one flow. It outlives that flow only in the
@@ -33,7 +33,6 @@ from gateway.tls.hello import Hello
 from policy.facts import Scheme
 
 _NO_APPLICATION_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
-
 _HTTP2_SERVERS = 256
 _HTTP2_SECONDS = 3600.0
 
@@ -141,8 +140,8 @@ class FlowEngine:
 
         Args:
             ledger: the counts of the sandbox.
-            trusted: used if its certificates are `upstream_roots`: the zygote has read them before the fork.
             upstream_roots: PEM text of all certificates that servers are verified against.
+            trusted: used if its certificates are `upstream_roots`: the zygote has read them before the fork.
 
         Raises:
             ValueError: `upstream_roots` has no certificate, or other content.

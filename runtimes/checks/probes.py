@@ -1,5 +1,6 @@
 """Probes of this host: each tries one thing that Sallyport needs, and leaves nothing behind.
 
+- A probe that is killed leaves a directory, which the next one removes (`scratch`).
 - If possible a probe does exactly what is needed: it makes a slot, loads the rules, runs a sandbox.
 - It returns a short description of the result. If the thing cannot be done, it raises an error with the reason.
 
@@ -17,7 +18,6 @@ import stat
 import struct
 import subprocess
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from runtimes.checks.scratch import scratch
 from runtimes.engine import disk as disks
 from runtimes.engine import user_namespace
 from runtimes.net import netns, nft, slots
@@ -36,7 +37,7 @@ from wire.routes import reaches_ipv6
 from wire.sockets import WrongServer, check_server
 
 _SECONDS = 15.0
-_SCRATCH = "sallyport-doctor-"
+_RUN = Path("/run")
 _CAPABILITIES = {
     "CHOWN": 0,
     "DAC_OVERRIDE": 1,
@@ -115,8 +116,8 @@ def nft_program() -> str:
 
 def namespace() -> str:
     """A new network namespace."""
-    with _scratch() as directory:
-        path = Path(directory, "netns")
+    with scratch(_RUN) as directory:
+        path = directory / "netns"
         netns.create_sandbox(path)
         netns.delete(path)
     return "network namespaces can be made and unmade"
@@ -124,8 +125,8 @@ def namespace() -> str:
 
 def slot() -> str:
     """A complete slot: namespaces, link, nat and netdev ingress rules."""
-    with _scratch() as directory:
-        made = slots.make(Path(directory), 0, PLAN)
+    with scratch(_RUN) as directory:
+        made = slots.make(directory, 0, PLAN)
         if residue := slots.destroy(made):
             raise CheckError("; ".join(residue))
     return "a veth pair, nat and netdev ingress rules can be made and unmade"
@@ -135,9 +136,9 @@ def disk(config: HostConfig) -> str:
     """A file system for one sandbox, on a loop device, in the directory where these will be."""
     place = Path(config.state_dir)
     there = next(path for path in (place, *place.parents) if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
+    with scratch(there) as directory:
         try:
-            return disks.probe(Path(directory))
+            return disks.probe(directory)
         except disks.DiskError as error:
             raise CheckError(str(error)) from None
 
@@ -146,16 +147,16 @@ def sandbox_namespace(config: HostConfig) -> str:
     """A user namespace and an overlay of idmapped layers, in the file system of the containers."""
     place = Path(config.dockerd.data_root if config.dockerd else config.state_dir)
     there = next(path for path in (place, *place.parents) if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=there) as directory:
-        run(config.python, "-IS", user_namespace.__file__, directory, str(sandbox_users(0)))
+    with scratch(there) as directory:
+        run(config.python, "-IS", user_namespace.__file__, str(directory), str(sandbox_users(0)))
     return "containers on runc can have user namespaces"
 
 
 def guard(config: HostConfig) -> str:
     """The guard's table and the floor, in a namespace made for this probe."""
     plan = config.guard_plan
-    with _scratch() as directory:
-        path = Path(directory, "guard")
+    with scratch(_RUN) as directory:
+        path = directory / "guard"
         netns.create_gateway(path)
         try:
             netns.load_rules(path, nft.render_guard(plan, "probe"))
@@ -209,11 +210,8 @@ def runsc(path: str) -> str:
 
 def gvisor(path: str) -> str:
     """A runsc that can start a sandbox here: old releases fail on current kernels."""
-    with _scratch() as directory:
-        try:
-            run(path, f"--root={directory}", "--network=none", "--ignore-cgroups", "do", "true")
-        finally:
-            netns.unmount_below(Path(directory))
+    with scratch(_RUN) as directory:
+        run(path, f"--root={directory}", "--network=none", "--ignore-cgroups", "do", "true")
     return "runsc runs a sandbox"
 
 
@@ -370,7 +368,3 @@ def attempt[T](probe: Callable[[], T]) -> T:
         if isinstance(error, OSError) and error.strerror:
             reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         raise CheckError((reason or "the check failed without a reason")[:300]) from None
-
-
-def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir="/run")

@@ -475,6 +475,19 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
         assert [secret.encode()] == sent
 
 
+def test_a_repeated_request_asks_for_a_searchable_document_as_soon_as_the_host_can_be_sent_a_secret() -> None:
+    """The decision and the headers are the same objects before and after the change of policy."""
+    ports = Ports(OPEN, uses=())
+    session = session_of(ports)
+    asked = []
+    for uses in ((), (USE,), (USE,)):
+        ports.uses = uses
+        verdict = ended(Exchange(session, "q1").request(PARTS, DESTINATION, no_connection))
+        assert isinstance(verdict, Forward)
+        asked.append((verdict.scrub, (b"accept-encoding", b"identity") in verdict.head.headers))
+    assert [(False, False), (True, True), (True, True)] == asked
+
+
 @dataclass(frozen=True)
 class Step:
     """One request of a flow, and what is in force then."""

@@ -178,6 +178,16 @@ async def test_all_values_of_all_secrets_of_the_host_are_looked_for_and_asked_fo
     assert searched.patterns.spans(b"another-value")
 
 
+async def test_a_secret_that_policy_binds_later_is_looked_for_from_then_on() -> None:
+    vault = Vault((), {"first": ("value-of-today",), "second": ("another-value",)})
+    searched = looking(vault)
+    for uses in ((), (FIRST,), (FIRST, SECOND), (SECOND,)):
+        vault.uses = uses
+        await searched.learn()
+        assert searched.complete() and searched.covers(names(*uses))
+    assert ["first", "second"] == vault.asked
+
+
 async def test_a_secret_that_the_sandbox_does_not_have_is_passed_over_and_covers_nothing() -> None:
     vault = Vault((FIRST, SECOND), {"first": SecretRefused("no"), "second": ("another-value",)})
     searched = looking(vault)

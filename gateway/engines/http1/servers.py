@@ -103,8 +103,10 @@ class Servers:
         self.connections.remove(server.connection)
         self._pool.keep(server)
 
-    def only_http2(self) -> OnlyHttp2:
-        """Remember that the server speaks only HTTP/2."""
+    def only_http2(self) -> ServerFailed:
+        """Remember that the server speaks only HTTP/2. Clients choose HTTP/2 in TLS only."""
+        if self._flow.scheme is not Scheme.HTTPS:
+            return ServerFailed("the server speaks only HTTP/2")
         self._shared.http2.add((self._flow.host, self._flow.port))
         return OnlyHttp2("the server speaks only HTTP/2")
 

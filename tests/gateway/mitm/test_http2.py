@@ -33,6 +33,7 @@ from hyperframe.frame import (
 from gateway.engines.engine import _HTTP2_SECONDS, _HTTP2_SERVERS, Http2Servers
 from gateway.engines.port import EngineLimits
 from policy.decision import AllowRequest, Deny
+from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 
 from .conftest import only
@@ -399,3 +400,16 @@ def test_what_is_known_of_servers_is_bounded_and_ends():
     assert ("0.test", 443) not in known and ("1.test", 443) in known and ("1.test", 8443) not in known
     now = _HTTP2_SECONDS
     assert ("1.test", 443) not in known
+
+
+async def test_a_plain_server_that_speaks_only_http2_is_no_reason_to_connect_again(lab):
+    """Without TLS a client has nothing to choose, and the same port over TLS is another server."""
+    async with lab.running(None, scheme=Scheme.HTTP) as rig:
+        rig.bound = False
+        server = await asyncio.start_server(Http2Far().serve, "127.0.0.1", 0)
+        rig.dial_port = server.sockets[0].getsockname()[1]
+        answer = await rig.exchange(b"GET /open HTTP/1.1\r\nHost: good.test\r\nAccept: */*\r\n\r\n")
+        server.close()
+    assert answer.startswith(b"HTTP/1.1 502 ")
+    assert b"new connection" not in answer
+    assert ("good.test", 80) not in rig.engine._http2
