@@ -4,6 +4,7 @@ A directory is in use while its lock is held. The kernel releases the lock when 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from runtimes.net import netns
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
+_ATTEMPTS = 100
 _PREFIX = "sallyport-doctor-"
 
 
@@ -36,13 +38,17 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 def _made(parent: Path) -> tuple[Path, int]:
     """Return a new directory, and the descriptor that holds its lock."""
-    while True:
+    for _ in range(_ATTEMPTS):  # another process can sweep it before it is locked
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.is_dir():
             return directory, lock
-        os.close(lock)  # another process has swept it before it was locked
+        os.close(lock)
+    raise OSError(errno.EBUSY, "other processes remove each directory", str(parent))
 
 
 def _sweep(parent: Path) -> None:

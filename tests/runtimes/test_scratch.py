@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,34 @@ def test_a_link_with_the_name_of_a_directory_is_not_followed(tmp_path: Path) -> 
     with scratch(tmp_path):
         pass
     assert kept.is_dir()
+
+
+def test_a_directory_that_another_process_removes_before_its_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def removed(prefix: str, dir: Path) -> str:
+        made.append(real(prefix=prefix, dir=dir))
+        if len(made) < 3:
+            os.rmdir(made[-1])
+        return made[-1]
+
+    real = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", removed)
+    with scratch(tmp_path) as directory:
+        assert [3, made[-1]] == [len(made), str(directory)]
+
+
+def test_many_at_once_do_not_remove_each_other(tmp_path: Path) -> None:
+    def use(number: int) -> bool:
+        with scratch(tmp_path) as directory:
+            (directory / "file").write_text(str(number))
+            return directory.is_dir() and str(number) == (directory / "file").read_text()
+
+    with ThreadPoolExecutor(16) as threads:
+        assert [True] * 400 == list(threads.map(use, range(400)))
+    assert [] == os.listdir(tmp_path)
 
 
 @pytest.mark.system
