@@ -242,8 +242,12 @@ func TestWhatIsKeptOfIsolatedRunsIsBounded(t *testing.T) {
 
 	f.kill(otherID)
 	dead := f.session(otherID)
+	testkit.Eventually(t, "a timer although its client gave no idle time", func() bool {
+		isolation.mutex.Lock()
+		defer isolation.mutex.Unlock()
+		return dead.timer != nil
+	})
 	isolation.mutex.Lock()
-	testkit.Equal(t, true, dead.timer != nil) // although its client gave no idle time
 	dead.ended = time.Now().Add(-deadAge)
 	isolation.mutex.Unlock()
 	isolation.expire(dead)
