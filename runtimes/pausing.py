@@ -38,19 +38,28 @@ class Pausing:
         return sandbox.container is not None and self._freezer.state(sandbox.container) is not Freeze.THAWED
 
     def differs(self, sandbox: HostSandbox, *, by_docker: bool) -> bool:
-        """Return whether another program froze or thawed a sandbox; `settle` handles that.
+        """Return whether another program seems to have paused a sandbox, or ended a pause; `settle` handles that.
 
         Args:
-            by_docker: Docker says that it has paused the container.
+            by_docker: Docker said, a moment ago, that it has paused the container.
         """
-        sandbox.paused_by_docker = by_docker
-        return sandbox.paused != (by_docker or self.was_paused(sandbox))
+        return sandbox.paused != (by_docker or self.was_paused(sandbox)) or sandbox.paused_by_docker != by_docker
 
     async def settle(self, sandbox: HostSandbox) -> None:
-        """Complete what another program did to a sandbox: a pause, or the end of one."""
-        if sandbox.paused_by_docker or self.was_paused(sandbox):
+        """Complete what another program did to a sandbox: a pause, or the end of one.
+
+        What made the caller ask can be out of date, so Docker and the kernel are asked again.
+
+        Raises:
+            wire.RequestError: as `pause` and `resume`.
+            DockerError: Docker does not answer.
+        """
+        state = await self._docker.state(sandbox.container or "")
+        sandbox.paused_by_docker = state is not None and state.status == "paused"
+        is_paused = sandbox.paused_by_docker or self.was_paused(sandbox)
+        if is_paused and not sandbox.paused:
             await self.pause(sandbox)
-        else:
+        elif sandbox.paused and not is_paused:
             _log.warning("another program has thawed %s", sandbox.id)
             await self.resume(sandbox)
 

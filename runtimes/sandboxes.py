@@ -527,7 +527,7 @@ class Sandboxes:
             self._begin(self._settle_pause(sandbox), f"pause-{sandbox.id}")
 
     async def _settle_pause(self, sandbox: HostSandbox) -> None:
-        with contextlib.suppress(wire.RequestError):  # the next list compares again
+        with contextlib.suppress(wire.RequestError, DockerError, OSError):  # the next list compares again
             await self._change_pause(sandbox, self._pausing.settle)
 
     async def remove(self, name: str, turn: asyncio.Semaphore | None = None) -> tuple[str, ...]:

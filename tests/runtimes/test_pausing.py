@@ -170,7 +170,6 @@ async def test_a_pause_by_docker_is_completed_and_can_be_resumed(runtime: Runtim
 async def test_docker_refuses_to_end_its_pause() -> None:
     """The sandbox stays paused, unless Docker has ended the pause meanwhile."""
     host, pausing, sandbox = parts(status="paused", fails={"unpause": DockerError("no")})
-    pausing.differs(sandbox, by_docker=True)
     await pausing.settle(sandbox)
     with pytest.raises(wire.RequestError):
         await pausing.resume(sandbox)
@@ -188,6 +187,30 @@ async def test_a_sandbox_that_another_program_thawed_runs_with_its_gateway() -> 
     host.calls.clear()
     await pausing.settle(sandbox)
     assert (["resume", "thaw"], False) == (host.calls, sandbox.paused)
+
+
+@pytest.mark.parametrize("was_paused", [False, True], ids=["resumed", "paused"])
+async def test_what_docker_said_before_a_change_has_no_effect(was_paused: bool) -> None:
+    """A list that began before a resume says that Docker holds the container."""
+    host, pausing, sandbox = parts()
+    if was_paused:
+        await pausing.pause(sandbox)
+    assert pausing.differs(sandbox, by_docker=True)
+    assert pausing.differs(sandbox, by_docker=True)  # a question changes nothing
+    host.calls.clear()
+    await pausing.settle(sandbox)
+    assert ([], was_paused, False) == (host.calls, sandbox.paused, sandbox.paused_by_docker)
+
+
+async def test_a_pause_by_docker_of_a_paused_sandbox_is_undone_by_its_resume() -> None:
+    host, pausing, sandbox = parts()
+    await pausing.pause(sandbox)
+    host.status = "paused"
+    assert pausing.differs(sandbox, by_docker=True)
+    await pausing.settle(sandbox)
+    host.calls.clear()
+    await pausing.resume(sandbox)
+    assert (["resume", "unpause", "thaw"], "running") == (host.calls, host.status)
 
 
 @pytest.mark.parametrize("state", Freeze)
