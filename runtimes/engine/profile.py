@@ -15,9 +15,10 @@ class RuntimeProfile:
         seccomp: each bundle must have a seccomp profile. If False, a profile that is there is checked too.
         isolation: execd may mount inside, because its capabilities apply only to the sandbox's own kernel.
         inner_limits: the sandbox's own kernel enforces the limit of processes.
+        listeners: the runtime may have seccomp listeners; False if a freeze breaks them (`listeners`).
     """
 
-    __slots__ = ("flags", "inner_limits", "isolation", "name", "seccomp", "size_flag", "user_namespace")
+    __slots__ = ("flags", "inner_limits", "isolation", "listeners", "name", "seccomp", "size_flag", "user_namespace")
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class RuntimeProfile:
         seccomp: bool,
         isolation: bool,
         inner_limits: bool,
+        listeners: bool,
     ) -> None:
         self.name = name
         self.flags = flags
@@ -37,10 +39,18 @@ class RuntimeProfile:
         self.seccomp = seccomp
         self.isolation = isolation
         self.inner_limits = inner_limits
+        self.listeners = listeners
 
 
 RUNC = RuntimeProfile(
-    "runc", flags=(), size_flag="", user_namespace=True, seccomp=True, isolation=False, inner_limits=False
+    "runc",
+    flags=(),
+    size_flag="",
+    user_namespace=True,
+    seccomp=True,
+    isolation=False,
+    inner_limits=False,
+    listeners=True,
 )
 RUNSC = RuntimeProfile(
     "runsc",
@@ -66,6 +76,7 @@ RUNSC = RuntimeProfile(
     seccomp=False,
     isolation=True,
     inner_limits=True,
+    listeners=False,
 )
 PROFILES = {profile.name: profile for profile in (RUNC, RUNSC)}
 ISOLATED = " or ".join(profile.name for profile in PROFILES.values() if profile.isolation)

@@ -13,6 +13,7 @@ calls it for the subcommands in `CHECKED`.
   inode of that file must be the plan's.
 - The bundle must be as restricted as hostd requested. A change by Docker, its configuration or another client
   (capabilities, devices, host namespaces, seccomp, mounts, hooks) is refused, not corrected.
+- A container of runsc gets no seccomp listener of the host (`listeners`), so it survives a pause.
 - The container has CAP_SYS_ADMIN only if the plan allows it, and only on a runtime with a kernel of its own.
   It then also has CAP_SETPCAP: execd needs it to remove both from the bounding set of the processes that it starts.
 - If the plan limits what the sandbox can write, the root file system must not be larger. The volumes of its image are
@@ -32,7 +33,7 @@ import sys
 import time
 
 sys.path.append(os.path.abspath(f"{__file__}/../../.."))  # last: it replaces no standard module
-from runtimes.engine import user_namespace
+from runtimes.engine import listeners, user_namespace
 from runtimes.engine.profile import PROFILES
 
 TYPE_CHECKING = False
@@ -382,6 +383,8 @@ def main(words: list[str]) -> int:
         _, command, rest, log = split_arguments(arguments)
         if command == "create":
             flags = sized(kind, flags, prepare(kind, plans, rest))
+            if not PROFILES[kind].listeners:
+                listeners.refuse()
         elif command == "exec":
             check_exec(kind, plans, rest)
         elif command in _REFUSED:

@@ -296,6 +296,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Collect the calls of exec: the real runtime is outside of this program."""
     calls: list[list[str]] = []
     monkeypatch.setattr(shim.os, "execv", lambda _path, words: calls.append(words))
+    monkeypatch.setattr(shim.listeners, "refuse", lambda: None)  # permanent for the process
     return calls
 
 
@@ -320,6 +321,30 @@ def test_a_plan_works_once(tmp_path: Path, executed: list[list[str]]) -> None:
     assert "error" == entry["level"]
     assert entry["msg"].startswith("sallyport: no launch plan")
     assert re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])-[0-3]\d" + r"T[0-2]\d:[0-5]\d:[0-5]\dZ", entry["time"])
+
+
+@pytest.mark.parametrize("kind", ["runc", "runsc"])
+def test_only_a_container_of_runsc_is_created_without_seccomp_listeners(
+    tmp_path: Path, executed: list[list[str]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    refused: list[int] = []
+    monkeypatch.setattr(shim.listeners, "refuse", lambda: refused.append(len(executed)))
+    monkeypatch.setattr(shim, "prepare", lambda *_: None)
+    main(_create(tmp_path, bundle(), kind))
+    assert ([0] if kind == "runsc" else []) == refused  # before the runtime
+    assert 1 == len(executed)
+
+
+def test_a_container_whose_listeners_cannot_be_refused_is_not_created(
+    tmp_path: Path, executed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError
+
+    monkeypatch.setattr(shim.listeners, "refuse", refuse)
+    (tmp_path / f"{ID}.json").write_text(json.dumps(plan(runtime="runsc")))
+    assert 1 == main(_create(tmp_path, bundle(), "runsc"))
+    assert [] == executed
 
 
 @pytest.mark.parametrize("changes", [{"runtime": "runsc"}, {"container": "b" * 64}])

@@ -77,6 +77,25 @@ def upload():
 for work in (spin, ask, look_up, upload):
     threading.Thread(target=work).start()
 """
+_FORKS = """
+import mmap, os, subprocess, time
+idle = [os.fork() for _ in range(4)]
+if 0 in idle:
+    while not os.path.exists("/tmp/enough"):
+        time.sleep(0.2)
+    for _ in range(200):
+        mmap.mmap(-1, 65536).close()
+    os._exit(0)
+failed = turns = 0
+while not os.path.exists("/tmp/enough"):
+    failed += 0 != subprocess.run(["/bin/true"]).returncode
+    mmap.mmap(-1, 65536).close()
+    turns += 1
+failed += sum(0 != os.waitpid(child, 0)[1] for child in idle)
+print(turns, failed, flush=True)
+"""
+"""Begins processes and maps memory all the time, beside processes that rest until the end. Counts what failed."""
+_TURNS = 40
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -319,6 +338,29 @@ def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None
             said = [message.text.strip() for message in running.result(60).logs.stdout]
         assert [*map(str, range(1, 41)), "done"] == said
         assert heard[-1] > paused + SECONDS
+
+
+def test_processes_survive_many_pauses(api: Api, runtime: str, stack: Stack) -> None:
+    """A pause interrupts each system call, also those by which gVisor reaches its stub processes."""
+    with sandbox(stack, runtime) as made:
+        name = str(made.id)
+        made.files.write_file("/tmp/forks.py", _FORKS)
+        made.commands.run("python3 /tmp/forks.py >/tmp/said 2>&1", opts=RunCommandOpts(background=True))
+        for turn in range(_TURNS):
+            assert 202 == api.call("POST", f"{name}/pause").status_code
+            time.sleep(0.05 * (turn % 3))
+            assert 202 == api.call("POST", f"{name}/resume").status_code
+            time.sleep(0.05 * (turn % 5))
+        made.commands.run("touch /tmp/enough")
+        words: list[str] = []
+
+        def ended() -> bool:
+            words[:] = "".join(line.text for line in made.commands.run("cat /tmp/said").logs.stdout).split()
+            return len(words) == 2
+
+        assert until(ended), words
+        assert int(words[0]) > _TURNS
+        assert "0" == words[1]
 
 
 def test_a_pause_by_dockers_own_command_is_a_pause(api: Api, runtime: str, stack: Stack) -> None:
