@@ -109,7 +109,7 @@ class Periodic(Model):
 
 
 class Hooks(Model):
-    """Lifecycle hooks. They are checked, then refused as unsupported."""
+    """Programs that execd runs before the entrypoint, and periodically. execd checks the schedules."""
 
     pre_start: PreStart | None = None
     periodic: list[Periodic] | None = Field(default=None, max_length=64)
@@ -124,6 +124,19 @@ class Hooks(Model):
         if len(set(names)) != len(names):
             raise ValueError("lifecycle.periodic names must be unique")
         return self
+
+    def words(self) -> list[str]:
+        """Return every text of the hooks."""
+        texts = [] if self.pre_start is None else list(self.pre_start.command)
+        for hook in self.periodic or []:
+            texts += [hook.name, hook.schedule, *hook.command]
+        return texts
+
+    def document(self) -> str:
+        """Return the JSON text for execd, without absent members; empty without a hook."""
+        if self.pre_start is None and not self.periodic:
+            return ""
+        return self.model_dump_json(by_alias=True, exclude_none=True)
 
 
 class Platform(Model):

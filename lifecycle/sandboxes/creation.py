@@ -1,7 +1,7 @@
 """The validation of a create call: everything that needs no request to a daemon.
 
 - The contract fixes the order of the checks, so that a call with several faults always gets the same error.
-- Unsupported features (volumes, hooks, pools, templates) are refused by name and never ignored. Keys of `extensions`
+- Unsupported features (volumes, pools, templates) are refused by name and never ignored. Keys of `extensions`
   are free, but a probable misspelling of a known key is refused, because it would have no effect.
 - A plan contains the sandbox's environment, which may contain the caller's secrets. It is never logged or stored.
 """
@@ -45,6 +45,10 @@ MAX_TIMEOUT = 100 * 366 * 86400
 MAX_STRING = 128 * 1024 - 1
 """The kernel's limit for one argument, or for one variable with its name."""
 MAX_ENV = (1 << 20) - 4096
+MAX_HOOKS = 1 << 16
+"""execd's limit for the text of all hooks."""
+HOOKS_VARIABLE = "OPENSANDBOX_LIFECYCLE"
+"""The variable that carries the hooks to execd, which removes it from its children's environment."""
 MAX_COMMAND = 1 << 19
 """The limit of bytes for all of them, which leaves room for the variables of the image and the server."""
 
@@ -94,8 +98,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     runtime = _check_extensions(extensions, limits)
     if (request.snapshot_id or "").strip():
         raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {(request.snapshot_id or '')[:80]} not found.")
-    if request.lifecycle is not None and (request.lifecycle.pre_start or request.lifecycle.periodic):
-        raise invalid("lifecycle hooks are not supported by this server.")
+    hooks = _hooks(request)
     if "poolRef" in extensions:
         raise ApiError(400, "SANDBOX::UNSUPPORTED_POOL_REF", "extensions.poolRef is not supported by this server.")
     if request.template_id is not None:
@@ -111,6 +114,8 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     check_names(request.resource_requests or {}, "resourceRequests")
     resources = resolve(request.resource_limits or {}, limits.defaults, limits.maxima)
     env = dict(limits.env) | _environment(request, credential_proxy=credential_proxy)
+    if hooks:
+        env[HOOKS_VARIABLE] = hooks
     _check_size(env)
     if request.volumes:
         raise ApiError(400, "VOLUME::UNSUPPORTED_BACKEND", "volumes are not supported by this server yet.")
@@ -178,6 +183,17 @@ def _entrypoint(request: Create) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if max(sizes) > MAX_STRING or sum(sizes) > MAX_COMMAND:
         raise ApiError(400, "DOCKER::INVALID_ENTRYPOINT", "entrypoint: longer than a command line can be.")
     return entrypoint, command
+
+
+def _hooks(request: Create) -> str:
+    if request.lifecycle is None:
+        return ""
+    if any("\0" in word for word in request.lifecycle.words()):
+        raise invalid("lifecycle: NUL is not allowed.")
+    hooks = request.lifecycle.document()
+    if len(hooks.encode()) > MAX_HOOKS:
+        raise invalid(f"lifecycle: over {MAX_HOOKS} bytes.")
+    return hooks
 
 
 def _platform(request: Create) -> dict[str, str] | None:

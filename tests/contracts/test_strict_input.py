@@ -52,6 +52,10 @@ PLAIN: dict[str, Any] = {
     "match": {"hosts": ["cdn.example.org"], "methods": ["GET"], "paths": ["/p"]},
     "auth": {"type": "bearer", "credential": "d"},
 }
+HOOKS = {
+    "preStart": {"command": ["x"], "timeoutSeconds": 5},
+    "periodic": [{"name": "n", "schedule": "@hourly", "command": ["x"], "timeoutSeconds": 5}],
+}
 CREATE: dict[str, Any] = {
     "image": {"uri": IMAGE, "auth": {"username": "u", "password": "p"}},
     "entrypoint": ["sleep", "1"],
@@ -64,15 +68,12 @@ CREATE: dict[str, Any] = {
     "credentialProxy": {"enabled": True},
     "secureAccess": True,
     "platform": {"os": "linux", "arch": "amd64"},
+    "lifecycle": HOOKS,
     "extensions": {"sallyport.policy": "agents", "access.renew.extend.seconds": "300"},
 }
 OPEN_DEFAULT: dict[str, Any] = {
     **{key: CREATE[key] for key in ("image", "entrypoint", "resourceLimits")},
     "networkPolicy": {"defaultAction": "allow", "egress": RULES[:1]},
-}
-HOOKS = {
-    "preStart": {"command": ["x"], "timeoutSeconds": 5},
-    "periodic": [{"name": "n", "schedule": "@hourly", "command": ["x"], "timeoutSeconds": 5}],
 }
 VOLUME = {"name": "v", "mountPath": "/v", "readOnly": True, "subPath": "s", "host": {"path": "/v"}}
 OPERATOR = """
@@ -106,7 +107,7 @@ LIFECYCLE: dict[Route, list[Any]] = {
     ],
 }
 """Valid bodies. A separate test checks that no route is missing."""
-REFUSED: list[dict[str, Any]] = [{**CREATE, "lifecycle": HOOKS}, {**CREATE, "volumes": [VOLUME]}]
+REFUSED: list[dict[str, Any]] = [{**CREATE, "volumes": [VOLUME]}]
 """Known fields that are not offered: these bodies are refused, and so is each mutation of them."""
 POLICY: dict[Route, list[Any]] = {
     ("PUT", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
@@ -234,18 +235,17 @@ async def test_what_is_not_read_is_refused_or_opens_nothing(ruled: World, route:
 
 
 @WHOLE
-@pytest.mark.parametrize("body", REFUSED, ids=["lifecycle", "volumes"])
+@pytest.mark.parametrize("body", REFUSED, ids=["volumes"])
 async def test_what_is_not_offered_stays_refused(ruled: World, body: dict[str, Any], whole: bool) -> None:
     """A field of the contract without an effect here is refused by name, and so is any error in it."""
     async with ruled.client() as client:
         assert 400 == (await client.post("/v1/sandboxes", json=body)).status_code
-        found = mutations(body, lambda path: path[:1] not in (("lifecycle",), ("volumes",)))
+        found = mutations(body, lambda path: path[:1] != ("volumes",))
         for mutation in found if whole else one_of_each(found):
-            if mutation.path[0] in ("lifecycle", "volumes") and len(mutation.path) > 1:
+            if mutation.path[0] == "volumes" and len(mutation.path) > 1:
                 answer = await client.post("/v1/sandboxes", json=mutation.document)
                 refused = 400 <= answer.status_code < 500
-                gone = mutation.path[1:] in (("preStart",), ("periodic",)) or mutation.kind.startswith("empty")
-                assert refused or gone, (mutation, answer.text)
+                assert refused or mutation.kind.startswith("empty"), (mutation, answer.text)
 
 
 async def test_every_route_with_a_body_is_here(server: World) -> None:
