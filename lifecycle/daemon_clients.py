@@ -136,7 +136,15 @@ class Hostd(Daemon):
 
     async def policy(self, sandbox: str) -> str:
         """Return the digest of the policy that a sandbox's worker has confirmed, or an empty text."""
-        return (await self.ask(hostd.Inspect(sandbox))).state.policy
+        return (await self.state(sandbox)).policy
+
+    async def state(self, sandbox: str) -> hostd.HostSandboxState:
+        """Return the state of one sandbox; hostd refuses with `unknown_sandbox` if it does not know it."""
+        return (await self.ask(hostd.Inspect(sandbox))).state
+
+    async def output(self, sandbox: str, lines: int, since: int | None = None) -> hostd.Printed:
+        """Return the last lines that the entrypoint of a sandbox has written, only those after `since` (seconds)."""
+        return await self.ask(hostd.ReadOutput(sandbox, lines, since))
 
     async def pause(self, sandbox: str) -> None:
         """Freeze a sandbox. It refuses with `not_running` if the sandbox has no process."""

@@ -73,6 +73,7 @@ from wire.api.hostd import (
     Listed,
     Pause,
     PolicyInForce,
+    ReadOutput,
     Remove,
     Removed,
     Resume,
@@ -380,6 +381,8 @@ class Host:
                 return Listed(await self._parts()[1].list())
             case Inspect(sandbox):
                 return await self._parts()[1].inspect(sandbox)
+            case ReadOutput(sandbox, lines, since):
+                return await self._parts()[1].output(sandbox, lines, since)
             case _:
                 raise TypeError(f"{type(request).__name__} is not asked of hostd")
 

@@ -52,7 +52,7 @@ from runtimes.rings import Rings
 from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
-from wire.api.hostd import HostSandboxState, Inspected, Launch, SlotDescription
+from wire.api.hostd import HostSandboxState, Inspected, Launch, Printed, SlotDescription
 from wire.api.states import HostState
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
@@ -703,6 +703,20 @@ class Sandboxes:
         links = tuple(await asyncio.to_thread(netns.links, slot.sandbox))
         inodes = tuple(sorted(slot.inodes))
         return Inspected(described, SlotDescription(str(slot.sandbox), str(slot.gateway), inodes, links))
+
+    async def output(self, name: str, lines: int, since: int | None) -> Printed:
+        """Return the last lines of the output of a sandbox's entrypoint.
+
+        Raises:
+            wire.RequestError: there is no such sandbox, or Docker does not give the output (`docker`).
+        """
+        sandbox = self._get(name)
+        if sandbox.container is None:
+            return Printed("", False)
+        try:
+            return Printed(*await self._docker.output(sandbox.container, lines, since))
+        except DockerError as error:
+            raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
 
 
 def _kill(sandbox: HostSandbox) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtimes.engine.printed import last_bytes
 from runtimes.process.cgroups import processor_time
 from wire.sockets import WrongServer, probe_server
 
@@ -38,6 +39,7 @@ _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
+_READING_THREADS = 2  # an output can have megabytes, and must not delay the others
 _RUNNING = "running"
 _USERS = ("/etc/passwd", "/etc/group")
 _MOST_USERS = 1 << 20
@@ -174,6 +176,7 @@ class Docker:
         self._instance = instance
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
         self._looking = ThreadPoolExecutor(max_workers=_LOOKING_THREADS, thread_name_prefix="docker-look")
+        self._reading = ThreadPoolExecutor(max_workers=_READING_THREADS, thread_name_prefix="docker-read")
         self._looks: dict[str, asyncio.Task[Any]] = {}
         self._judged: set[str] = set()
 
@@ -181,6 +184,7 @@ class Docker:
         """Close the connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._looking.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
         self._api.close()
         self._slow.close()
 
@@ -381,7 +385,27 @@ class Docker:
             error=str(state["Error"])[:500],
         )
 
-    async def _look(self, what: str, call: Callable[[], Any]) -> Any:
+    async def output(self, container: str, lines: int, since: int | None) -> tuple[str, bool]:
+        """Return the last lines that a container has written, and whether some of them are missing.
+
+        Args:
+            since: only lines that were written after this time, in seconds since the epoch.
+
+        Raises:
+            DockerError: Docker refused, or does not answer in time; also if there is no such container.
+        """
+        query = {"stdout": 1, "stderr": 1, "follow": 0, "tail": lines, **({} if since is None else {"since": since})}
+        what = f"output of {container}: {lines} {since}"
+        text, dropped = await self._look(what, lambda: self._read_output(container, query), pool=self._reading)
+        return str(text), bool(dropped)
+
+    def _read_output(self, container: str, query: dict[str, int]) -> tuple[str, bool]:
+        url = self._api._url("/containers/{0}/logs", container)
+        with self._api.get(url, params=query, stream=True, timeout=_TIMEOUT) as answer:
+            self._api._raise_for_status(answer)
+            return last_bytes(answer.raw.read)
+
+    async def _look(self, what: str, call: Callable[[], Any], *, pool: ThreadPoolExecutor | None = None) -> Any:
         """Run `call` in the pool for queries, and wait some seconds; callers with the same `what` share one answer.
 
         Raises:
@@ -389,7 +413,9 @@ class Docker:
         """
         look = self._looks.get(what)
         if look is None:
-            look = self._looks[what] = asyncio.create_task(self._run(call, pool=self._looking), name="docker-look")
+            look = self._looks[what] = asyncio.create_task(
+                self._run(call, pool=pool or self._looking), name="docker-look"
+            )
             look.add_done_callback(lambda ended: self._looked(what, ended))
         try:
             async with asyncio.timeout(_LOOK_SECONDS):

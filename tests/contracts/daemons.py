@@ -106,6 +106,8 @@ HOSTD = (
     _ask("the images", hostd.Images(), {"images"}),
     _ask("an unknown image", hostd.DescribeImage("no-such-image"), "unknown_image"),
     _ask("an unknown sandbox", hostd.Inspect(OTHER), "unknown_sandbox"),
+    _ask("the output of an unknown sandbox", hostd.ReadOutput(OTHER, 1), "unknown_sandbox"),
+    _step("no line of an output", "read_output", "invalid", sandbox=OTHER, lines=0),
     _ask("the removal of an unknown sandbox", hostd.Remove(OTHER), {"residue"}),
     _ask("a policy for an unknown sandbox", hostd.Configure(OTHER, "{}", False), "unknown_sandbox"),
     _ask("the pause of an unknown sandbox", hostd.Pause(OTHER), "unknown_sandbox"),

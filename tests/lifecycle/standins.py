@@ -133,6 +133,8 @@ class StandInHostd(StandIn):
         """By sandbox: the event that its removal waits for."""
         self.deaf: dict[str, asyncio.Event] = {}
         """By sandbox: the event that its gateway waits for before it takes a configuration."""
+        self.printed: dict[str, str] = {}
+        """The output of each sandbox's entrypoint."""
         self.gone: set[str] = set()
         """The sandboxes whose gateway has ended. The next gateway begins with the policy in `policies`."""
         self.ports: list[int] = []
@@ -165,6 +167,11 @@ class StandInHostd(StandIn):
                 if sandbox not in self.sandboxes:
                     raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
                 return parameters(hostd.Inspected(self.sandboxes[sandbox], None))
+            case hostd.ReadOutput(sandbox):
+                if sandbox not in self.sandboxes:
+                    raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
+                text = "".join(self.printed.get(sandbox, "").splitlines(keepends=True)[-request.lines :])
+                return parameters(hostd.Printed(text, False))
             case hostd.List():
                 return parameters(hostd.Listed(tuple(self.sandboxes.values())))
             case _:

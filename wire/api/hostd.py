@@ -25,6 +25,8 @@ _LEAST_MEMORY: Final = 6 * 1024 * 1024
 _MOST_MEMORY: Final = 2**44
 _MOST_PIDS: Final = 4 * 1024 * 1024
 _MOST_DISK: Final = 2**50
+_MOST_LINES: Final = 10_000
+_MOST_SECONDS: Final = 2**40
 
 
 class Runtime(StrEnum):
@@ -288,6 +290,39 @@ class Inspect(Request[Inspected]):
         check_sandbox(self.sandbox)
 
 
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """The end of what a sandbox's entrypoint has written to its standard output and standard error.
+
+    Attributes:
+        text: whole lines, as the entrypoint wrote them. Bytes that are not UTF-8 are replaced.
+        truncated: whether lines of the requested ones are missing, because they were too long.
+    """
+
+    text: str = field(repr=False)
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutput(Request[Printed]):
+    """Ask for the last lines of the output of a sandbox's entrypoint. It can have ended.
+
+    Attributes:
+        lines: their number.
+        since: only lines that were written after this time, in seconds since the epoch; None for all.
+    """
+
+    sandbox: str
+    lines: int
+    since: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        _within(self.lines, 1, _MOST_LINES, "lines")
+        if self.since is not None:
+            _within(self.since, 0, _MOST_SECONDS, "since")
+
+
 def _unfit(text: str) -> bool:
     return "\0" in text or len(text) > MOST_TEXT
 
@@ -302,4 +337,6 @@ def _within(number: int, least: int, most: int, what: str) -> None:
         raise ValueError(f"{what}: from {least} to {most}")
 
 
-OPERATIONS: Final = Operations(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect)
+OPERATIONS: Final = Operations(
+    Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput
+)
