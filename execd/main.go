@@ -199,8 +199,7 @@ func (d *service) runEntrypoint(lifecycle supervise.Lifecycle, entrypoint []stri
 		d.supervisor.EndEverything()
 		return status
 	}
-	d.binding.SetReady(true)
-	return d.supervisor.Run(entrypoint)
+	return d.supervisor.Run(entrypoint, func() { d.binding.SetReady(true) })
 }
 
 // runAlone waits for the end of the daemon without --init. It returns the exit status.

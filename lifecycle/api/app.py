@@ -6,6 +6,7 @@ servers (tests do that).
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ from lifecycle.egress.policies import Policies
 from lifecycle.egress.routes import EgressApi
 from lifecycle.lasting import identity
 from lifecycle.proxy.ingress import WayIn
+from lifecycle.proxy.readiness import reached
 from lifecycle.proxy.server import Proxy
+from lifecycle.sandboxes import starting
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
@@ -127,8 +130,20 @@ class Server:
                 _log.error("the policy file is not followed yet: %s", error if str(error) else type(error).__name__)
 
 
-def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clock | None = None) -> Server:
-    """Compose a server. This needs a running event loop."""
+def build(
+    config: ServeConfig,
+    policies: Policies,
+    tokens: Tokens,
+    *,
+    clock: Clock | None = None,
+    start_seconds: float = starting.SECONDS,
+) -> Server:
+    """Compose a server. This needs a running event loop.
+
+    Args:
+        start_seconds: the limit of the wait for the entrypoint of a new sandbox.
+    """
+    way = WayIn(config.run_dir / "ingress", config.daemon_uids["hostd"])
     registry = Registry(state_table(config))
     uids = config.daemon_uids
     hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
@@ -146,7 +161,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
         egress_api,
         tokens,
         keys,
-        WayIn(config.run_dir / "ingress", uids["hostd"]),
+        way,
         connections=config.proxy_connections,
         renew_interval=config.renew_interval,
     )
@@ -172,6 +187,7 @@ def build(config: ServeConfig, policies: Policies, tokens: Tokens, *, clock: Clo
         locks=locks,
         clock=clock,
         expiry_changed=expiry_changed,
+        starting=starting.Starting(hostd, functools.partial(reached, way), start_seconds),
         settle=egress.reapply,
         tokens=tokens,
         bounds=config.bounds,

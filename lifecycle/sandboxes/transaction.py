@@ -1,10 +1,12 @@
 """The creation of sandboxes: complete, or nothing is left.
 
-A creation is a transaction: row `Pending` -> audit record -> vault -> hostd -> row `Running`. After a failed step the
-earlier steps are undone. If that is not possible at once, a row `Stopping` stays, and the reaper retries until
-everything is removed.
+A creation is a transaction: row `Pending` -> audit record -> vault -> hostd -> entrypoint -> row `Running`. After a
+failed step the earlier steps are undone. If that is not possible at once, a row `Stopping` stays, and the reaper
+retries until everything is removed.
 
 - The row is written before the first step. So a crash leaves rows, never a sandbox without a row.
+- A sandbox whose entrypoint cannot be started, or ends with an error before it was seen to run, was not created. The
+  refusal has its exit code and the end of its output. An entrypoint after a hook is not waited for.
 - If the caller disconnects before the answer, the sandbox is removed. A caller that waits for longer than the limit
   gets `Pending` and an id.
 - The number of creations and the number of concurrent launches are bounded.
@@ -27,11 +29,12 @@ from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailab
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import Plan
+from lifecycle.sandboxes.creation import HOOKS_VARIABLE, Plan
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
+from lifecycle.sandboxes.starting import Starting
 from policy.problems import meant
 from wire.api.hostd import Launch, Runtime
 
@@ -83,6 +86,7 @@ class Creations:
         locks: Locks,
         clock: Clock,
         expiry_changed: asyncio.Event,
+        starting: Starting,
         settle: Callable[[str], Awaitable[None]],
         tokens: Tokens,
         bounds: CreationBounds,
@@ -98,6 +102,7 @@ class Creations:
         self._locks = locks
         self._clock = clock
         self._expiry_changed = expiry_changed
+        self._starting = starting
         self._settle = settle
         self._tokens = tokens
         self._bounds = bounds
@@ -247,11 +252,13 @@ class Creations:
 
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         policies = self._policies
-        async with self._launches, self._locks.hold(row.id):
+        async with self._locks.hold(row.id):
             try:
-                if version != policies.version:  # A newer document came while this task waited.
-                    version, compiled = policies.version, await self._admit(plan)
-                in_force = await self._start(row, plan, compiled)
+                async with self._launches:
+                    if version != policies.version:  # A newer document came while this task waited.
+                        version, compiled = policies.version, await self._admit(plan)
+                    in_force = await self._start(row, plan, compiled)
+                await self._starting.wait(row.id, hooks=HOOKS_VARIABLE in plan.env)
                 running = await self._running(row, in_force if in_force == compiled.digest else "", version)
             except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
                 failure = _failure(error)

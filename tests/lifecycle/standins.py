@@ -378,7 +378,10 @@ class StandInAuditd(StandIn):
 
 @dataclass
 class World:
-    """A running server and its stand-ins. `offset` and `step` move the server's clock."""
+    """A running server and its stand-ins. `offset` and `step` move the server's clock.
+
+    `start_seconds` is the limit of the wait for an entrypoint. The stand-ins have none.
+    """
 
     config: ServeConfig
     policies: Policies
@@ -388,6 +391,7 @@ class World:
     tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
     offset: float = 0.0
     step: float = 0.0
+    start_seconds: float = 0.0
     server: Server | None = None
     port: int = 0
 
@@ -414,7 +418,7 @@ class World:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["World"]:
         """Run the server. A test can enter this again, for a restart on the same state."""
-        server = build(self.config, self.policies, self.tokens, clock=self.clock())
+        server = build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=self.start_seconds)
         routes = _routes.pop() if _routes else server.edge.api
         routes.state.context = server.context
         server = replace(server, edge=replace(server.edge, api=routes))

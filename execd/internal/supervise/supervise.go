@@ -98,17 +98,17 @@ func (s *Supervisor) Await(prepared <-chan error) (status int, err error) {
 	}
 }
 
-// Run starts the entrypoint and returns the exit status for this process.
-func (s *Supervisor) Run(entrypoint []string) int {
+// Run starts the entrypoint and returns the exit status for this process. It calls started after each start.
+func (s *Supervisor) Run(entrypoint []string, started func()) int {
 	for {
-		status, again := s.runOnce(entrypoint)
+		status, again := s.runOnce(entrypoint, started)
 		if !again {
 			return status
 		}
 	}
 }
 
-func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
+func (s *Supervisor) runOnce(entrypoint []string, started func()) (status int, again bool) {
 	command, err := s.commandLine(entrypoint)
 	path := ""
 	if err == nil {
@@ -116,6 +116,7 @@ func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
 	}
 	if err != nil {
 		if slices.Equal(command, idleEntrypoint) {
+			started()
 			return s.idle(), false
 		}
 		s.log.Printf("entrypoint: %v", err)
@@ -137,6 +138,7 @@ func (s *Supervisor) runOnce(entrypoint []string) (status int, again bool) {
 		}
 		return exitNotAllowed, false
 	}
+	started()
 	if status, again = s.supervise(child); !again {
 		s.EndEverything()
 	}

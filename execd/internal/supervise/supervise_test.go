@@ -1,11 +1,46 @@
 package supervise
 
 import (
+	"io"
+	"log"
+	"os"
+	"syscall"
 	"testing"
 	"time"
 
+	"sallyport.dev/execd/internal/environ"
+	"sallyport.dev/execd/internal/process"
 	"sallyport.dev/execd/internal/testkit"
 )
+
+func TestStartedIsReportedOnlyForAProgramThatStarts(t *testing.T) {
+	reaper := process.NewReaper()
+	plain := t.TempDir() + "/plain"
+	if err := os.WriteFile(plain, []byte("no program"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		entrypoint []string
+		path       string
+		status     int
+		started    int
+	}{
+		{[]string{"true"}, "/usr/bin:/bin", 0, 1},
+		{[]string{"no-such-program"}, "/usr/bin:/bin", 127, 0},
+		{[]string{plain}, "/usr/bin:/bin", 126, 0},
+		{idleEntrypoint, "/nowhere", 128 + int(syscall.SIGTERM), 1}, // the daemon waits itself, until the signal
+	} {
+		signals := make(chan os.Signal, 1)
+		if c.path == "/nowhere" {
+			signals <- syscall.SIGTERM
+		}
+		env := environ.New([]string{"PATH=" + c.path})
+		supervisor := NewSupervisor(reaper, env, log.New(io.Discard, "", 0), time.Second, signals, make(chan struct{}), "")
+		started := 0
+		testkit.Equal(t, c.status, supervisor.Run(c.entrypoint, func() { started++ }))
+		testkit.Equal(t, c.started, started)
+	}
+}
 
 func TestSchedules(t *testing.T) {
 	at := time.Date(2026, 2, 27, 23, 59, 30, 0, time.UTC)
