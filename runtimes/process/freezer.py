@@ -19,7 +19,7 @@ from pathlib import Path
 
 from runtimes.process.cgroups import container_group, controller_mounts
 
-FREEZE_SECONDS = 5.0
+FREEZE_SECONDS = 15.0
 """The limit for the processes of a container to stop. A process of a group with little processor time needs its turn
 for that."""
 _TICK_SECONDS = 0.001
