@@ -15,7 +15,7 @@ from injection import Injection, Injector, current
 from standins import IMAGE, KEY, World, world
 
 from lifecycle.api import app
-from lifecycle.api.app import Server, api, build
+from lifecycle.api.app import Server, api
 from lifecycle.api.routes.context import Context
 from lifecycle.egress.changes import vault_of
 from lifecycle.sandboxes import reaper
@@ -67,7 +67,7 @@ class Place:
         self.injector.dead = False
         self.injector.out.clear()
         described = self.world
-        self.server = build(described.config, described.policies, described.tokens, clock=described.clock())
+        self.server = described.build()
         await self._life.enter_async_context(self.server.running())
         await self.server.adopted.wait()
 

@@ -378,10 +378,7 @@ class StandInAuditd(StandIn):
 
 @dataclass
 class World:
-    """A running server and its stand-ins. `offset` and `step` move the server's clock.
-
-    `start_seconds` is the limit of the wait for an entrypoint. The stand-ins have none.
-    """
+    """A running server and its stand-ins. `offset` and `step` move the server's clock."""
 
     config: ServeConfig
     policies: Policies
@@ -391,7 +388,6 @@ class World:
     tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
     offset: float = 0.0
     step: float = 0.0
-    start_seconds: float = 0.0
     server: Server | None = None
     port: int = 0
 
@@ -410,6 +406,10 @@ class World:
         """
         return Clock(lambda: time.time() + self.offset + self.step, lambda: time.monotonic() + self.offset)
 
+    def build(self) -> Server:
+        """Compose the server, which does not wait for entrypoints: the stand-ins have none."""
+        return build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=0.0)
+
     def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
         headers = {} if key is None else {"OPEN-SANDBOX-API-KEY": key}
         options = {"timeout": 20, "trust_env": False, "verify": False} | options  # reading roots for plain HTTP is slow
@@ -418,7 +418,7 @@ class World:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["World"]:
         """Run the server. A test can enter this again, for a restart on the same state."""
-        server = build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=self.start_seconds)
+        server = self.build()
         routes = _routes.pop() if _routes else server.edge.api
         routes.state.context = server.context
         server = replace(server, edge=replace(server.edge, api=routes))

@@ -18,7 +18,7 @@ from places import BODY, VAULT, binding, credential
 from standins import KEY, World, world
 
 import wire
-from lifecycle.api.app import Server, build
+from lifecycle.api.app import Server
 from lifecycle.api.errors import ApiError
 from lifecycle.egress import changes, credential_vault
 from lifecycle.egress.changes import Egress, EgressError, user_policy, vault_of
@@ -102,7 +102,7 @@ class Still:
 @pytest.fixture(name="still")
 async def _still() -> AsyncIterator[Still]:
     async with world(OPERATOR, ingress=False) as described:
-        server = build(described.config, described.policies, described.tokens, clock=described.clock())
+        server = described.build()
         await server.registry.open()
         still = Still(described, server)
         try:

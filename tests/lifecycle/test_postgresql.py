@@ -21,7 +21,6 @@ from standins import KEY, world
 from test_faults_at_each_step import OPERATIONS, run
 from test_transactions import BODY as CREATE
 
-from lifecycle.api.app import build
 from lifecycle.config.serve import DatabaseConfig
 from lifecycle.database import engine
 from lifecycle.database.engine import PostgreSQL
@@ -308,7 +307,7 @@ async def test_a_start_without_the_database_is_completed_when_it_is_back(templat
         async with made.serving() as server, server.client() as client:
             name = (await client.post("/v1/sandboxes", json=CREATE)).json()["id"]
         cluster.kill()
-        later = build(made.config, made.policies, made.tokens, clock=made.clock())
+        later = made.build()
         transport = httpx.ASGITransport(later.edge)
         headers = {"OPEN-SANDBOX-API-KEY": KEY}
         async with later.running(), httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as api:
