@@ -24,7 +24,9 @@ IDLE = ["tail", "-f", "/dev/null"]
 def _warm(stack: Stack) -> None:
     """Docker and runsc keep some things of their first containers."""
     for runtime in ("runc", "runsc"):
-        stack.create(runtime, EMPTY_IMAGE).kill()
+        made = stack.create(runtime, EMPTY_IMAGE)
+        made.kill()
+        made.close()
 
 
 @pytest.mark.parametrize(
