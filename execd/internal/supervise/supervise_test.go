@@ -9,12 +9,11 @@ import (
 	"time"
 
 	"sallyport.dev/execd/internal/environ"
-	"sallyport.dev/execd/internal/process"
+	"sallyport.dev/execd/internal/testhost"
 	"sallyport.dev/execd/internal/testkit"
 )
 
 func TestStartedIsReportedOnlyForAProgramThatStarts(t *testing.T) {
-	reaper := process.NewReaper()
 	plain := t.TempDir() + "/plain"
 	if err := os.WriteFile(plain, []byte("no program"), 0o755); err != nil {
 		t.Fatal(err)
@@ -35,7 +34,7 @@ func TestStartedIsReportedOnlyForAProgramThatStarts(t *testing.T) {
 			signals <- syscall.SIGTERM
 		}
 		env := environ.New([]string{"PATH=" + c.path})
-		supervisor := NewSupervisor(reaper, env, log.New(io.Discard, "", 0), time.Second, signals, make(chan struct{}), "")
+		supervisor := NewSupervisor(testhost.Reaper, env, log.New(io.Discard, "", 0), time.Second, signals, make(chan struct{}), "")
 		started := 0
 		testkit.Equal(t, c.status, supervisor.Run(c.entrypoint, func() { started++ }))
 		testkit.Equal(t, c.started, started)
