@@ -37,12 +37,14 @@ class Pausing:
         """Return whether the kernel holds a sandbox's processes, or begins to."""
         return sandbox.container is not None and self._freezer.state(sandbox.container) is not Freeze.THAWED
 
-    def differs(self, sandbox: HostSandbox, *, by_docker: bool) -> bool:
+    def differs(self, sandbox: HostSandbox, *, by_docker: bool | None) -> bool:
         """Return whether another program seems to have paused a sandbox, or ended a pause; `settle` handles that.
 
         Args:
-            by_docker: Docker said, a moment ago, that it has paused the container.
+            by_docker: whether Docker said, a moment ago, that it has paused the container; None if it did not answer.
         """
+        if by_docker is None:
+            by_docker = sandbox.paused_by_docker
         return sandbox.paused != (by_docker or self.was_paused(sandbox)) or sandbox.paused_by_docker != by_docker
 
     async def settle(self, sandbox: HostSandbox) -> None:

@@ -516,7 +516,7 @@ class Sandboxes:
                 raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox is being removed, or has been cut off")
             await change(sandbox)
 
-    def _compare_pause(self, sandbox: HostSandbox, *, by_docker: bool) -> None:
+    def _compare_pause(self, sandbox: HostSandbox, *, by_docker: bool | None) -> None:
         """Begin to complete a pause, or the end of one, that another program made."""
         try:
             differs = self._pausing.differs(sandbox, by_docker=by_docker)
@@ -691,7 +691,7 @@ class Sandboxes:
         for sandbox, state in zip(known, states, strict=True):
             by_docker = state.state is HostState.PAUSED and sandbox.container not in running
             if sandbox.running and not sandbox.lock.locked():
-                self._compare_pause(sandbox, by_docker=by_docker)
+                self._compare_pause(sandbox, by_docker=None if state.state is HostState.UNKNOWN else by_docker)
         return states
 
     async def inspect(self, name: str) -> Inspected:

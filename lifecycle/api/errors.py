@@ -1,7 +1,8 @@
 """The errors of the lifecycle API: `{"code", "message"}` with a status and possibly headers.
 
 - One code per situation. The `DOCKER::` names are kept because existing programs compare them.
-- A message never contains a secret, a header value or a URL's query.
+- A message never contains a secret, a header value or a URL's query. Only the one about a failed start contains output
+  of the sandbox, which its caller gets and nothing keeps.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,14 @@ NOT_FOUND = "DOCKER::SANDBOX_NOT_FOUND"
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer other than success."""
+    """An answer other than success. `stored` is the message for the state database, if it must not have all of it."""
 
     status: int
     code: str
     message: str
     headers: Mapping[str, str] = field(default_factory=dict)
     detail: list[dict[str, Any]] | None = None
+    stored: str | None = None
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"

@@ -26,7 +26,9 @@ from lifecycle.sandboxes.registry import Sandbox
 type Text = Annotated[str, StringConstraints(max_length=4096)]
 type Value = Annotated[str, StringConstraints(max_length=131072)]
 
-_RESERVED_ENV = {"OPENSANDBOX_LIFECYCLE", "EXECD_RUNTIME_INIT"}
+HOOKS_VARIABLE = "OPENSANDBOX_LIFECYCLE"
+"""The variable that carries the hooks to execd, which removes it from its children's environment."""
+_RESERVED_ENV = {HOOKS_VARIABLE, "EXECD_RUNTIME_INIT"}
 """Variables that execd takes from the process that starts it."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lifecycle.api.errors import ApiError, invalid
-from lifecycle.api.models import Create
+from lifecycle.api.models import HOOKS_VARIABLE, Create
 from lifecycle.sandboxes import labels
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
@@ -47,8 +47,6 @@ MAX_STRING = 128 * 1024 - 1
 MAX_ENV = (1 << 20) - 4096
 MAX_HOOKS = 1 << 16
 """execd's limit for the text of all hooks."""
-HOOKS_VARIABLE = "OPENSANDBOX_LIFECYCLE"
-"""The variable that carries the hooks to execd, which removes it from its children's environment."""
 MAX_COMMAND = 1 << 19
 """The limit of bytes for all of them, which leaves room for the variables of the image and the server."""
 

@@ -76,13 +76,21 @@ class Starting:
             state = await self._hostd.state(sandbox)
             if state.state not in (HostState.EXITED, HostState.DEAD):
                 return False
-            if state.exit_code == 0:
-                return True
-            printed = await self._hostd.output(sandbox, _SHOWN_LINES)
         except (Unreachable, wire.RemoteError) as error:  # The observer finds out later.
             _log.info("it is not known whether %s has started: %s", sandbox, error)
             return True
+        if state.exit_code == 0:
+            return True
         how = "was ended at its memory limit" if state.oom else f"ended with exit code {state.exit_code}"
+        message = f"The entrypoint {how}; {await self._said(sandbox)}"
+        raise ApiError(500, "DOCKER::SANDBOX_START_FAILED", message, stored=f"The entrypoint {how}.")
+
+    async def _said(self, sandbox: str) -> str:
+        """Describe the output of an entrypoint."""
+        try:
+            printed = await self._hostd.output(sandbox, _SHOWN_LINES)
+        except (Unreachable, wire.RemoteError) as error:
+            _log.info("the output of %s cannot be read: %s", sandbox, error)
+            return "its output cannot be read"
         text = " ".join(printed.text.split())[-_SHOWN_CHARACTERS:]
-        said = f"the end of its output: {escape(text)}" if text else "it has written nothing"
-        raise ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"The entrypoint {how}; {said}")
+        return f"the end of its output: {escape(text)}" if text else "it has written nothing"

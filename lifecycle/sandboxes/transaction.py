@@ -26,10 +26,11 @@ from typing import Any
 import wire
 from lifecycle.api.credentials import Tokens
 from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailable, unknown_sandbox
+from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import HOOKS_VARIABLE, Plan
+from lifecycle.sandboxes.creation import Plan
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
@@ -252,18 +253,20 @@ class Creations:
 
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         policies = self._policies
-        async with self._locks.hold(row.id):
-            try:
-                async with self._launches:
+        async with contextlib.AsyncExitStack() as launching:
+            await launching.enter_async_context(self._launches)  # before the lock, so that a removal need not wait
+            async with self._locks.hold(row.id):
+                try:
                     if version != policies.version:  # A newer document came while this task waited.
                         version, compiled = policies.version, await self._admit(plan)
                     in_force = await self._start(row, plan, compiled)
-                await self._starting.wait(row.id, hooks=HOOKS_VARIABLE in plan.env)
-                running = await self._running(row, in_force if in_force == compiled.digest else "", version)
-            except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
-                failure = _failure(error)
-                await self._undo(row, failure)
-                raise failure from None
+                    await launching.aclose()
+                    await self._starting.wait(row.id, hooks=HOOKS_VARIABLE in plan.env)
+                    running = await self._running(row, in_force if in_force == compiled.digest else "", version)
+                except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
+                    failure = _failure(error)
+                    await self._undo(row, failure)
+                    raise failure from None
         self._expiry_changed.set()
         if not running.policy_digest:
             await self._settle(running.id)
@@ -321,7 +324,7 @@ class Creations:
         creation = self._creations.get(row.id)
         answered = creation is not None and creation.answered
         await self._journal.note("lifecycle.create_failed", "info", sandbox=row.id, code=failure.code)
-        now = self._clock()
+        now, message = self._clock(), failure.stored or failure.message
         try:
             residue = await self._hostd.remove(row.id)
             await self._vaultd.close_sandbox(row.id)
@@ -330,10 +333,10 @@ class Creations:
             residue = ("unknown",)
         try:
             if residue:
-                await self._registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", failure.message, now))
+                await self._registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", message, now))
                 self._expiry_changed.set()
             elif answered:
-                await self._registry.put(row.moved(State.FAILED, "CREATE_FAILED", failure.message, now))
+                await self._registry.put(row.moved(State.FAILED, "CREATE_FAILED", message, now))
             else:
                 await self._registry.delete(row.id)
         except RegistryError as error:

@@ -388,6 +388,7 @@ class World:
     tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
     offset: float = 0.0
     step: float = 0.0
+    start_seconds: float = 0.0
     server: Server | None = None
     port: int = 0
 
@@ -407,8 +408,8 @@ class World:
         return Clock(lambda: time.time() + self.offset + self.step, lambda: time.monotonic() + self.offset)
 
     def build(self) -> Server:
-        """Compose the server, which does not wait for entrypoints: the stand-ins have none."""
-        return build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=0.0)
+        """Compose the server. By default it does not wait for entrypoints, because stand-ins have none."""
+        return build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=self.start_seconds)
 
     def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
         headers = {} if key is None else {"OPEN-SANDBOX-API-KEY": key}

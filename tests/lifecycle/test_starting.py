@@ -23,7 +23,7 @@ class Host:
 
     answers: list[Reached]
     state_now: HostSandboxState | Exception = field(default_factory=lambda: HostSandboxState(NAME, HostState.RUNNING))
-    printed: Printed = field(default_factory=lambda: Printed("", False))
+    printed: Printed | Exception = field(default_factory=lambda: Printed("", False))
     asked: int = 0
 
     async def reached(self, sandbox: str) -> Reached:
@@ -37,6 +37,8 @@ class Host:
         return self.state_now
 
     async def output(self, _sandbox: str, _lines: int) -> Printed:
+        if isinstance(self.printed, Exception):
+            raise self.printed
         return self.printed
 
 
@@ -80,6 +82,7 @@ async def test_one_that_has_ended_is_refused_with_its_code_and_the_end_of_its_ou
     assert message.startswith("The entrypoint ended with exit code 127; the end of its output: xxx")
     assert message.endswith("no such program\\u{202e}")
     assert message.isprintable()
+    assert "The entrypoint ended with exit code 127." == refused.value.stored  # without the output
     assert len(message) < 1200
 
 
@@ -94,6 +97,17 @@ async def test_the_refusal_says_how_it_ended(state: HostSandboxState, message: s
     with pytest.raises(ApiError) as refused:
         await starting(Host([Reached.NOTHING], state)).wait(NAME, hooks=False)
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "error", [Unreachable("hostd", TimeoutError()), wire.RemoteError(wire.Code.DOCKER, "no")], ids=["hostd", "docker"]
+)
+async def test_one_that_has_ended_is_refused_also_without_its_output(error: Exception) -> None:
+    host = Host([Reached.NOTHING], HostSandboxState(NAME, HostState.EXITED, exit_code=3))
+    host.printed = error
+    with pytest.raises(ApiError) as refused:
+        await starting(host).wait(NAME, hooks=False)
+    assert refused.value.message == "The entrypoint ended with exit code 3; its output cannot be read"
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,61 @@ async def test_a_failure_after_the_answer_is_shown() -> None:
             assert 404 == (await client.get(path)).status_code
 
 
+@pytest.mark.parametrize("is_answered", [False, True], ids=["waiting", "answered"])
+async def test_a_failed_start_is_undone_and_its_output_is_not_stored(is_answered: bool) -> None:
+    """A caller that waits gets the output. One that got Pending finds the exit code in the row."""
+    bounds = replace(BOUNDS, answer_seconds=0.2 if is_answered else 60.0)
+    async with world(bounds=bounds) as described:
+        described.start_seconds = 60.0
+        async with described.serving() as server, server.client() as client:
+            server.hostd.refusals = 1 << 30  # execd does not serve
+            creating = asyncio.create_task(client.post("/v1/sandboxes", json=BODY))
+            await until(lambda: bool(server.hostd.sandboxes))
+            name = next(iter(server.hostd.sandboxes))
+            if is_answered:
+                assert "Pending" == (await creating).json()["status"]["state"]
+            server.hostd.printed[name] = "the-output-of-a-program\n"
+            server.hostd.change(name, state=HostState.EXITED, exit_code=3)
+            await until(lambda: not server.hostd.sandboxes)
+            if not is_answered:
+                answer = await creating
+                assert (500, "DOCKER::SANDBOX_START_FAILED") == (answer.status_code, answer.json()["code"])
+                assert answer.json()["message"].endswith("exit code 3; the end of its output: the-output-of-a-program")
+                assert 0 == await rows(server)
+                return
+
+            async def failed() -> bool:
+                status = (await client.get(f"/v1/sandboxes/{name}")).json()["status"]
+                return (status["state"], status.get("message")) == ("Failed", "The entrypoint ended with exit code 3.")
+
+            await until(failed)
+
+
+async def test_a_start_that_is_waited_for_holds_up_no_other_launch() -> None:
+    async with world(bounds=replace(BOUNDS, launches=1, answer_seconds=60.0)) as described:
+        described.start_seconds = 60.0
+        async with described.serving() as server, server.client() as client:
+            server.hostd.refusals = 1 << 30
+            creating = [asyncio.create_task(client.post("/v1/sandboxes", json=BODY)) for _ in range(3)]
+            await until(lambda: 3 == len(server.hostd.sandboxes))
+            for name in list(server.hostd.sandboxes):
+                server.hostd.change(name, state=HostState.EXITED, exit_code=0)
+            assert [202] * 3 == [(await one).status_code for one in creating]
+
+
+async def test_a_removal_does_not_wait_for_the_turn_of_a_launch() -> None:
+    bounds = replace(BOUNDS, launches=1, answer_seconds=0.1)
+    async with world(bounds=bounds) as described, described.serving() as server, server.client() as client:
+        assert server.server is not None
+        creations = server.server.context.creations
+        server.hostd.hold["launch"] = asyncio.Event()
+        first, second = [(await client.post("/v1/sandboxes", json=BODY)).json()["id"] for _ in range(2)]
+        assert 204 == (await client.delete(f"/v1/sandboxes/{second}")).status_code
+        server.hostd.hold["launch"].set()
+        await until(lambda: not creations.is_making(second))
+        assert [first] == list(server.hostd.sandboxes)
+
+
 async def test_delete_says_what_is_left(server: World) -> None:
     """A residue is an error. The sandbox stays listed, and the reaper completes the removal."""
     async with server.client() as client:

@@ -213,6 +213,17 @@ async def test_a_pause_by_docker_of_a_paused_sandbox_is_undone_by_its_resume() -
     assert (["resume", "unpause", "thaw"], "running") == (host.calls, host.status)
 
 
+async def test_a_docker_that_does_not_answer_is_no_difference() -> None:
+    """Otherwise each list would hold the sandbox's lock while it waits for Docker. The kernel's state still counts."""
+    host, pausing, sandbox = parts(status="paused")
+    assert not pausing.differs(sandbox, by_docker=None)
+    await pausing.settle(sandbox)
+    assert sandbox.paused_by_docker
+    assert not pausing.differs(sandbox, by_docker=None)
+    sandbox.paused_by_docker, host.frozen = False, Freeze.THAWED
+    assert pausing.differs(sandbox, by_docker=None)
+
+
 @pytest.mark.parametrize("state", Freeze)
 def test_a_new_hostd_reads_the_state_from_the_kernel(state: Freeze) -> None:
     """A freeze that hostd's death interrupted is a pause: the kernel completes it."""
