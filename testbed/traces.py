@@ -20,7 +20,7 @@ class Traces:
     sandbox: str
     container: str
     processes: frozenset[tuple[int, int]]
-    """(pid, start time) of every process in its namespaces or cgroups."""
+    """(pid, start time) of every process whose first thread is in its namespaces, or that is in its cgroups."""
     namespaces: frozenset[tuple[int, int]]
     """(inode, cookie) of its network namespaces."""
     directories: tuple[Path, ...]
@@ -121,18 +121,23 @@ def _tasks(pid: int) -> list[str]:
 
 
 def take(sandbox: str, container: str, netns: list[str], directories: tuple[Path, ...], docker_socket: str) -> Traces:
-    """Return the traces of a running sandbox."""
+    """Return the traces of a running sandbox.
+
+    A process is in a namespace if its first thread is. Threads of the daemons visit namespaces; one that stays is found
+    as a namespace that is still alive.
+    """
     namespaces = {os.stat(path).st_ino: cookie_of(path) for path in netns}
     processes = set()
-    for pid, inodes in namespaces_in_use().items():
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
+            inside = os.stat(f"/proc/{pid}/ns/net").st_ino in namespaces
             named = sandbox in Path(f"/proc/{pid}/cgroup").read_text() or container in Path(
                 f"/proc/{pid}/cmdline"
             ).read_text(errors="replace")
         except OSError:
             continue
         start = start_time(pid)
-        if start is not None and (named or inodes & namespaces.keys()):
+        if start is not None and (named or inside):
             processes.add((pid, start))
     return Traces(sandbox, container, frozenset(processes), frozenset(namespaces.items()), directories, docker_socket)
 
