@@ -36,6 +36,7 @@ type Config struct {
 	JupyterHost  string
 	JupyterToken string
 	RuntimeInit  bool
+	AwaitInit    bool
 	LaunchFile   string
 }
 
@@ -63,6 +64,7 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	jupyterHost := flags.String("jupyter-host", getenv("JUPYTER_HOST"), "address of the Jupyter server (JUPYTER_HOST)")
 	jupyterToken := flags.String("jupyter-token", getenv("JUPYTER_TOKEN"), "its token (JUPYTER_TOKEN)")
 	runtimeInit := flags.Bool("runtime-init", truthy(getenv("EXECD_RUNTIME_INIT")), "serve no request before POST /internal/init (EXECD_RUNTIME_INIT)")
+	awaitInit := flags.Bool("await-init", false, "with --init: start no program before POST /internal/init, which can name the entrypoint")
 	launchFile := flags.String("launch-file", "", "file whose content changes with a restore; after a restore, serve no request before POST /internal/init")
 	for _, name := range []string{"jupyter-idle-poll-interval", "log-level", "isolation-config"} {
 		flags.String(name, "", "accepted for compatibility, without effect")
@@ -73,10 +75,13 @@ func parseConfig(arguments []string, getenv func(string) string, stderr io.Write
 	config = Config{
 		Port: *port, TokenHash: strings.ToLower(*hash), Insecure: *insecure, Tail: process.DefaultTail,
 		MaxRunning: *maxRunning, Grace: *grace, Init: *initMode, JupyterHost: *jupyterHost, JupyterToken: *jupyterToken,
-		RuntimeInit: *runtimeInit, LaunchFile: *launchFile,
+		RuntimeInit: *runtimeInit, AwaitInit: *awaitInit, LaunchFile: *launchFile,
 	}
 	if config.Init {
 		config.Entrypoint = flags.Args()
+	}
+	if config.AwaitInit && !config.Init {
+		return config, false, errors.New("--await-init needs --init")
 	}
 	if *port < 1 || *port > 65535 {
 		return config, false, errors.New("--port must be between 1 and 65535")
@@ -128,6 +133,9 @@ func (c Config) arguments() []string {
 	}
 	if c.RuntimeInit {
 		list = append(list, "--runtime-init")
+	}
+	if c.AwaitInit {
+		list = append(list, "--await-init")
 	}
 	if c.LaunchFile != "" {
 		list = append(list, "--launch-file", c.LaunchFile)

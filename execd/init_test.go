@@ -325,3 +325,41 @@ func TestAnotherLaunchUnbindsEverything(t *testing.T) {
 	process, _, _ = testhost.Daemon(t, nil, "--insecure-no-token", "--launch-file", directory+"/none")
 	testkit.Equal(t, 2, testhost.ExitOf(t, process))
 }
+
+func TestNoProgramStartsBeforeAnAwaitedInit(t *testing.T) {
+	process, url, stderr := testhost.Daemon(t, nil, append(testhost.HashArguments, "--init", "--await-init", "--", "sh", "-c", "echo usual; sleep 60")...)
+	testkit.Eventually(t, "answer", testhost.Answers(url))
+	call := func(body string) int {
+		request, _ := http.NewRequest("POST", url+"/internal/init", strings.NewReader(body))
+		request.Header.Set(httpx.TokenHeader, testkit.Token)
+		response, err := http.DefaultTransport.RoundTrip(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		response.Body.Close()
+		return response.StatusCode
+	}
+	children := func() string {
+		data, _ := os.ReadFile("/proc/" + strconv.Itoa(process.Pid) + "/task/" + strconv.Itoa(process.Pid) + "/children")
+		return string(data)
+	}
+	testkit.Equal(t, "", children())
+	testkit.Equal(t, 200, call(`{"sandboxId":"new","generation":1,"accessTokenHash":"sha256:`+server.HashToken("fresh")+
+		`","envs":{"BOUND":"b c"},"lifecycle":{"preStart":{"command":["sh","-c","echo hook $BOUND >&2"]}},"entrypoint":["sh","-c","echo given $BOUND $OPENSANDBOX_ID; exit 7"]}`))
+	testkit.Equal(t, 7, testhost.ExitOf(t, process))
+	testkit.Equal(t, true, strings.Contains(stderr(), "hook b c\ngiven b c new\n"))
+	testkit.Equal(t, false, strings.Contains(stderr(), "usual"))
+}
+
+func TestASignalEndsADaemonThatAwaitsItsInit(t *testing.T) {
+	process, url, _ := testhost.Daemon(t, nil, append(testhost.HashArguments, "--init", "--await-init", "--", "sleep", "60")...)
+	testkit.Eventually(t, "answer", testhost.Answers(url))
+	syscall.Kill(process.Pid, syscall.SIGTERM)
+	testkit.Equal(t, 143, testhost.ExitOf(t, process))
+}
+
+func TestAwaitInitNeedsInit(t *testing.T) {
+	process, _, stderr := testhost.Daemon(t, nil, append(testhost.HashArguments, "--await-init")...)
+	testkit.Equal(t, 2, testhost.ExitOf(t, process))
+	testkit.Equal(t, true, strings.Contains(stderr(), "--await-init needs --init"))
+}

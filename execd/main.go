@@ -80,7 +80,10 @@ func run() int {
 	go d.serve()
 	env.PrepareFile()
 	if config.Init {
-		return d.runEntrypoint(lifecycle, config.Entrypoint)
+		if !config.AwaitInit {
+			d.begin <- server.Beginning{Lifecycle: lifecycle, Entrypoint: config.Entrypoint}
+		}
+		return d.runEntrypoint()
 	}
 	return d.runAlone(lifecycle)
 }
@@ -98,7 +101,7 @@ func configure() (Config, *server.Binding, error) {
 			return config, nil, err
 		}
 	}
-	binding, err := server.NewBinding(auth, config.RuntimeInit, config.LaunchFile)
+	binding, err := server.NewBinding(auth, config.RuntimeInit || config.AwaitInit, config.LaunchFile)
 	if err != nil {
 		return config, nil, err
 	}
@@ -139,7 +142,8 @@ type service struct {
 	api        *server.API
 	supervisor *supervise.Supervisor
 	signals    <-chan os.Signal
-	lost       chan struct{} // closed when the API is lost permanently
+	begin      chan server.Beginning // receives once what to start
+	lost       chan struct{}         // closed when the API is lost permanently
 	log        *log.Logger
 }
 
@@ -165,12 +169,16 @@ func assemble(config Config, binding *server.Binding, env *environ.Environment, 
 		Program: program, IsolationRoot: isolate.DefaultRoot, Init: config.Init,
 		JupyterHost: config.JupyterHost, JupyterToken: config.JupyterToken, Log: logger,
 	}
+	begin := make(chan server.Beginning, 1)
 	if config.Init {
 		options.Restart = supervisor.Restart
 	}
+	if config.AwaitInit {
+		options.Begin, options.Entrypoint = func(first server.Beginning) { begin <- first }, config.Entrypoint
+	}
 	return &service{
 		binding: binding, hooks: options.Hooks, api: server.NewAPI(server.New(options), config.Port, logger), supervisor: supervisor,
-		signals: signals, lost: lost, log: logger,
+		signals: signals, begin: begin, lost: lost, log: logger,
 	}
 }
 
@@ -190,16 +198,20 @@ func (d *service) serve() {
 	}
 }
 
-// runEntrypoint runs the entrypoint, for --init. It returns the exit status.
-func (d *service) runEntrypoint(lifecycle supervise.Lifecycle, entrypoint []string) int {
+// runEntrypoint runs the entrypoint, for --init, as soon as it is known. It returns the exit status.
+func (d *service) runEntrypoint() int {
+	var first server.Beginning
 	prepared := make(chan error, 1)
-	go func() { prepared <- d.supervisor.Prepare(d.hooks, lifecycle, entrypoint) }()
+	go func() {
+		first = <-d.begin
+		prepared <- d.supervisor.Prepare(d.hooks, first.Lifecycle, first.Entrypoint)
+	}()
 	if status, err := d.supervisor.Await(prepared); err != nil {
 		d.log.Printf("the entrypoint does not start: %v", err)
 		d.supervisor.EndEverything()
 		return status
 	}
-	return d.supervisor.Run(entrypoint, func() { d.binding.SetReady(true) })
+	return d.supervisor.Run(first.Entrypoint, func() { d.binding.SetReady(true) })
 }
 
 // runAlone waits for the end of the daemon without --init. It returns the exit status.

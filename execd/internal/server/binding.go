@@ -4,8 +4,8 @@ package server
 // was restored from a checkpoint.
 //
 // Invariants
-//   - The init route exists only if the daemon was started with --runtime-init, or restored. While the daemon has a
-//     token, a caller needs that token to bind again. Without a token, the caller needs the launch's secret; without a
+//   - The init route exists only if the daemon was started with --runtime-init, was restored, or awaits its first init
+//     (--await-init). While the daemon has a token, a caller needs that token to bind again. Without a token, the caller needs the launch's secret; without a
 //     launch file, the first caller may bind.
 //   - Until the first init has succeeded, the daemon serves only /ping, /ready and the init.
 //   - Each request first compares the launch with the launch that the binding belongs to. After a restore they differ.
@@ -15,6 +15,8 @@ package server
 //     requests, hooks, commands with their records and output, sessions, terminals, isolated sessions, kernels,
 //     helpers, and their changes of the EXECD_ENVS file. If a part of it does not end in time, the init fails.
 //   - A generation never decreases, except after a restore.
+//   - A daemon that awaits its first init starts neither hooks nor entrypoint before it. They begin once, the answer does
+//     not wait for them, and the init route is gone then.
 
 import (
 	"encoding/json"
@@ -31,7 +33,10 @@ import (
 	"sallyport.dev/execd/internal/supervise"
 )
 
-const initBodyLimit = 1 << 20
+// initBodyLimit allows for an environment and an entrypoint as large as the kernel takes them, escaped in JSON.
+const initBodyLimit = 12 << 20
+
+const argumentsLimit = 256
 
 // Binding is the owner of this daemon: its launch, token and generation.
 type Binding struct {
@@ -93,6 +98,13 @@ func (b *Binding) offers() bool {
 
 var errNotInitialised = httpx.NewProblem(http.StatusServiceUnavailable, httpx.CodeUnavailable, "not initialised")
 
+// withdraw removes the init route. It exists again after a restore.
+func (b *Binding) withdraw() {
+	b.mutex.Lock()
+	defer b.mutex.Unlock()
+	b.enabled = false
+}
+
 // admit admits a request that carries the token. The caller must call done when the request has ended.
 func (b *Binding) admit(r *http.Request) (done func(), err error) {
 	b.mutex.RLock()
@@ -146,12 +158,19 @@ func (b *Binding) admits(r *http.Request) (of Auth, ok bool) {
 	return b.of, true
 }
 
+// Beginning is what a daemon that awaits its first init starts.
+type Beginning struct {
+	Lifecycle  supervise.Lifecycle
+	Entrypoint []string
+}
+
 type initRequest struct {
 	SandboxID            string             `json:"sandboxId"`
 	Generation           int64              `json:"generation"`
 	AccessTokenHash      string             `json:"accessTokenHash"`
 	Envs                 map[string]*string `json:"envs"`
 	Lifecycle            json.RawMessage    `json:"lifecycle"`
+	Entrypoint           []string           `json:"entrypoint"`
 	EntrypointPolicy     string             `json:"entrypointPolicy"`
 	PreserveRuntimeState bool               `json:"preserveRuntimeState"`
 
@@ -175,6 +194,9 @@ func (r *initRequest) check() error {
 	if !slices.Contains([]string{"", "keep", "restart"}, r.EntrypointPolicy) {
 		return errors.New("entrypointPolicy is keep or restart")
 	}
+	if len(r.Entrypoint) > argumentsLimit || len(r.Entrypoint) > 0 && r.Entrypoint[0] == "" || slices.ContainsFunc(r.Entrypoint, hasNUL) {
+		return errors.New("entrypoint needs a program, has too many arguments, or holds a NUL")
+	}
 	r.variables = map[string]string{}
 	for name, value := range r.Envs {
 		if !environ.IsName(name) || slices.Contains(environ.Credentials, name) || (value != nil && strings.IndexByte(*value, 0) >= 0) {
@@ -191,6 +213,8 @@ func (r *initRequest) check() error {
 	r.lifecycle, err = supervise.ParseLifecycle(r.Lifecycle)
 	return err
 }
+
+func hasNUL(text string) bool { return strings.IndexByte(text, 0) >= 0 }
 
 // accepts reports whether bind would succeed in the present state.
 func (b *Binding) accepts(request *initRequest, of Auth) bool {
@@ -236,8 +260,23 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		httpx.WriteError(w, httpx.BadRequest(err.Error()))
 		return
 	}
+	awaited := s.begin != nil && !s.begun
+	if !awaited && len(request.Entrypoint) > 0 {
+		httpx.WriteError(w, httpx.BadRequest("entrypoint is for a daemon that awaits its first init"))
+		return
+	}
 	if err := s.hand(r, &request, of); err != nil {
 		httpx.WriteError(w, err)
+		return
+	}
+	if awaited {
+		s.begun = true
+		s.binding.withdraw()
+		if len(request.Entrypoint) == 0 {
+			request.Entrypoint = s.entrypoint
+		}
+		s.begin(Beginning{request.lifecycle, request.Entrypoint})
+		writeBound(w, &request)
 		return
 	}
 	if kept := request.PreserveRuntimeState && isNull(request.Lifecycle); !kept {
@@ -251,6 +290,10 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		s.restart()
 	}
 	s.binding.SetReady(true)
+	writeBound(w, &request)
+}
+
+func writeBound(w http.ResponseWriter, request *initRequest) {
 	httpx.WriteJSON(w, http.StatusOK, map[string]any{"sandboxId": request.SandboxID, "generation": request.Generation})
 }
 

@@ -55,3 +55,52 @@ func TestInitIsThereOnlyWhenAskedForAndBindsTokenAndVariables(t *testing.T) {
 	_, body = f.Call("POST", "/command", `{"command":"echo ${BOUND-gone} $OTHER"}`, httpx.TokenHeader, "fresh")
 	testkit.Equal(t, true, strings.Contains(body, `"gone b\n"`))
 }
+
+func TestAnAwaitedInitBeginsOnceWithItsEntrypointAndHooksAndIsGoneThen(t *testing.T) {
+	f := newFixture(t)
+	auth, err := NewAuth(HashToken(testkit.Token), false)
+	testkit.Equal(t, nil, err)
+	begun := make(chan Beginning, 2)
+	f.server.begin, f.server.entrypoint = func(first Beginning) { begun <- first }, []string{"usual"}
+	f.server.binding, _ = NewBinding(auth, true, "")
+	status, _ := f.Call("GET", "/metrics", "")
+	testkit.Equal(t, 503, status)
+	good := `{"sandboxId":"new","generation":1,"accessTokenHash":"sha256:` + HashToken("fresh") + `","envs":{"BOUND":"b"},"entrypoint":["given","b"]}`
+	status, _ = f.Call("POST", "/internal/init", good, httpx.TokenHeader, "wrong")
+	testkit.Equal(t, 401, status)
+	for _, bad := range []string{`[]`, `[""]`, `["a","b\u0000"]`, `[` + strings.Repeat(`"a",`, 256) + `"a"]`} {
+		status, _ = f.Call("POST", "/internal/init", strings.Replace(good, `["given","b"]`, bad, 1))
+		if bad != `[]` {
+			testkit.Equal(t, 400, status)
+			continue
+		}
+		testkit.Equal(t, 200, status)
+		testkit.Equal(t, "[usual]", fmt.Sprint((<-begun).Entrypoint))
+		f.server.begun = false
+		f.server.binding, _ = NewBinding(auth, true, "")
+	}
+	testkit.Equal(t, 0, len(begun))
+	status, body := f.Call("POST", "/internal/init", good)
+	testkit.Equal(t, `200 {"generation":1,"sandboxId":"new"}`, fmt.Sprint(status, " ", body))
+	testkit.Equal(t, "[given b]", fmt.Sprint((<-begun).Entrypoint))
+	status, _ = f.Call("GET", "/ready", "") // the entrypoint was not started yet
+	testkit.Equal(t, 503, status)
+	f.server.binding.SetReady(true)
+	status, _ = f.Call("GET", "/ready", "")
+	testkit.Equal(t, 200, status)
+	status, _ = f.Call("GET", "/metrics", "", httpx.TokenHeader, "fresh")
+	testkit.Equal(t, 200, status)
+	for _, token := range []string{testkit.Token, "fresh"} {
+		status, _ = f.Call("POST", "/internal/init", good, httpx.TokenHeader, token)
+		testkit.Equal(t, true, status == 404 || status == 401)
+	}
+	testkit.Equal(t, 0, len(begun))
+}
+
+func TestAnEntrypointIsRefusedWhereNoneIsAwaited(t *testing.T) {
+	f := newFixture(t)
+	f.server.binding, _ = NewBinding(Auth{}, true, "")
+	good := `{"sandboxId":"new","generation":1,"accessTokenHash":"sha256:` + HashToken("fresh") + `","entrypoint":["given"]}`
+	status, _ := f.Call("POST", "/internal/init", good)
+	testkit.Equal(t, 400, status)
+}

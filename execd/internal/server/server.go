@@ -41,6 +41,8 @@ type Options struct {
 	IsolationRoot string           // directory below which isolated sessions write
 	Init          bool             // this process has the duties of PID 1
 	Restart       func()           // restarts the entrypoint; nil if there is none
+	Begin         func(Beginning)  // starts hooks and entrypoint at the first init; nil if they start without one
+	Entrypoint    []string         // for Begin, if the init names none
 	JupyterHost   string
 	JupyterToken  string
 	Log           *log.Logger
@@ -51,6 +53,9 @@ type Server struct {
 	binding     *Binding
 	hooks       *supervise.Hooks
 	restart     func() // restarts the entrypoint; nil if there is none
+	begin       func(Beginning)
+	entrypoint  []string
+	begun       bool // begin was called; guarded by Binding.under
 	port        int
 	env         *environ.Environment
 	log         *log.Logger
@@ -76,7 +81,7 @@ func New(o Options) *Server {
 		o.Log.Print(err)
 	}
 	s := &Server{
-		binding: o.Binding, hooks: o.Hooks, restart: o.Restart, port: o.Port, env: o.Launcher.Env, log: o.Log,
+		binding: o.Binding, hooks: o.Hooks, restart: o.Restart, begin: o.Begin, entrypoint: o.Entrypoint, port: o.Port, env: o.Launcher.Env, log: o.Log,
 		connections: NewConnections(), endLimit: stateEnding,
 		proxy:      newProxy(func(line string) { o.Log.Print(line) }),
 		commands:   command.New(o.Launcher),
