@@ -77,6 +77,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "host": "the name that the flow, request or query is for; policy judged this name",
     "hosts": "the hosts that the secret is bound to, or that the grants name",
     "image": "the image of the sandbox",
+    "pool": "the pool: in records of a sandbox with the mark of its creation after `@`",
     "injections": "the bindings whose secrets the request gets",
     "lease_seconds": "how long the worker may use the released secret",
     "lineage": "the CA lineage of the sandbox",
@@ -208,7 +209,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
     ),
     "lifecycle.create": _kind(
         "A sandbox is about to be launched.",
-        ("image", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes"),
+        ("image", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes", "pool"),
         "allow",
         sandbox="sbx-1",
         image="sallyport/base",
@@ -217,6 +218,24 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         cpu_nanos=1_000_000_000,
         memory_bytes=2_147_483_648,
         disk_bytes=2_147_483_648,
+    ),
+    "lifecycle.claim": _kind(
+        "An idle sandbox of a pool is about to get its caller's policy and entrypoint.",
+        ("pool", "image", "runtime", "policy"),
+        "allow",
+        sandbox="sbx-1",
+        pool="workers@5f2b1c0d",
+        image="sallyport/base",
+        runtime="runsc",
+        policy="sha256:5f2b",
+    ),
+    "lifecycle.pool": _kind(
+        "A pool is about to be created, resized or deleted.",
+        ("pool", "image", "reason"),
+        "info",
+        pool="workers",
+        image="sallyport/base",
+        reason="created",
     ),
     "lifecycle.create_failed": _kind(
         "A launch failed and was undone.", ("code",), "info", sandbox="sbx-1", code="DOCKER::SANDBOX_START_FAILED"

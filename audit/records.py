@@ -93,6 +93,7 @@ TEXTS: Mapping[str, int] = {
     "name": 255,
     "runtime": 32,
     "image": 255,
+    "pool": 264,
     "state": 64,
     "code": 64,
     "error": 512,

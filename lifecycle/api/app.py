@@ -21,7 +21,7 @@ from lifecycle.api.auth import BrowserGuard
 from lifecycle.api.credentials import KeyRing, Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
-from lifecycle.api.routes import endpoints, networkpolicy, sandboxes, system, unsupported
+from lifecycle.api.routes import endpoints, networkpolicy, pools, sandboxes, system, unsupported
 from lifecycle.api.routes.context import Context
 from lifecycle.config.serve import ServeConfig
 from lifecycle.daemon_clients import Auditd, Daemon, Hostd, Vaultd
@@ -31,6 +31,7 @@ from lifecycle.egress.changes import Egress
 from lifecycle.egress.policies import Policies
 from lifecycle.egress.routes import EgressApi
 from lifecycle.lasting import identity
+from lifecycle.proxy.handover import hand_over
 from lifecycle.proxy.ingress import WayIn
 from lifecycle.proxy.readiness import reached
 from lifecycle.proxy.server import Proxy
@@ -38,7 +39,9 @@ from lifecycle.sandboxes import starting
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
+from lifecycle.sandboxes.members import Members
 from lifecycle.sandboxes.orchestrator import Orchestrator
+from lifecycle.sandboxes.pools import Pools
 from lifecycle.sandboxes.reaper import Observer, Reaper
 from lifecycle.sandboxes.registry import Registry, RegistryError, SchemaError
 from lifecycle.sandboxes.rows import Rows
@@ -87,6 +90,7 @@ class Server:
             tasks.append(asyncio.create_task(self._open(opened), name="database"))
         try:
             tasks.append(asyncio.create_task(self._reap(), name="reaper"))
+            tasks.append(asyncio.create_task(self._fill(), name="pools"))
             tasks.append(asyncio.create_task(self._observe(opened), name="observer"))
             tasks.append(asyncio.create_task(self._reload(opened), name="policies"))
             yield
@@ -120,6 +124,10 @@ class Server:
         await self.adopted.wait()  # Before that a removal could conflict with a change that an earlier process began.
         await self.reaper.run()
 
+    async def _fill(self) -> None:
+        await self.adopted.wait()
+        await self.context.pools.run()
+
     async def _reload(self, opened: asyncio.Event) -> None:
         await opened.wait()
         while True:
@@ -150,6 +158,7 @@ def build(
     vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
     auditd = Auditd(config.run_dir / "audit.sock", uids["auditd"])
     clock = clock or Clock()
+    members = Members(registry)
     journal, locks, rows = Journal(auditd), Locks(), Rows(registry, clock)
     expiry_changed = asyncio.Event()
     keys = KeyRing(config.key_digests)
@@ -190,6 +199,8 @@ def build(
         starting=starting.Starting(hostd, functools.partial(reached, way), start_seconds),
         settle=egress.reapply,
         tokens=tokens,
+        members=members,
+        hand_over=functools.partial(hand_over, way),
         bounds=config.bounds,
     )
     context = Context(
@@ -197,6 +208,8 @@ def build(
         rows,
         orchestrator,
         creations,
+        Pools(registry, creations, orchestrator, members, journal=journal, clock=clock, limits=config.limits),
+        clock,
         egress,
         egress_api,
         tokens,
@@ -257,7 +270,7 @@ def api(context: Context) -> FastAPI:
     app.state.context = context
     app.include_router(system.root)
     for prefix in ("", "/v1"):
-        for module in (sandboxes, endpoints, networkpolicy, system, unsupported):
+        for module in (sandboxes, endpoints, networkpolicy, pools, system, unsupported):
             app.include_router(module.router, prefix=prefix)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RegistryError, _no_database)

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from lifecycle.sandboxes.pool import Count, Pool
 from lifecycle.sandboxes.registry import Sandbox
 
 type Text = Annotated[str, StringConstraints(max_length=4096)]
@@ -205,6 +206,58 @@ class Create(Model):
         return self
 
 
+class CapacitySpec(Model):
+    """The numbers of members of a pool."""
+
+    buffer_max: int = Field(ge=0, le=10000)
+    buffer_min: int = Field(ge=0, le=10000)
+    pool_max: int = Field(ge=0, le=10000)
+    pool_min: int = Field(ge=0, le=10000)
+
+
+class PoolResources(Model):
+    """The limits of a pool's members."""
+
+    limits: dict[Text, Text] | None = None
+
+
+class PoolContainer(Model):
+    """The container of a pool's members."""
+
+    name: Text | None = None
+    image: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    command: list[Value] | None = Field(default=None, max_length=256)
+    args: list[Value] | None = Field(default=None, max_length=256)
+    resources: PoolResources | None = None
+
+
+class PodSpec(Model):
+    """The part of Kubernetes' PodSpec that has a meaning here."""
+
+    containers: list[PoolContainer] = Field(min_length=1, max_length=1)
+    runtime_class_name: Text | None = None
+
+
+class PodTemplate(Model):
+    """The part of Kubernetes' PodTemplateSpec that has a meaning here."""
+
+    spec: PodSpec
+
+
+class CreatePool(Model):
+    """The body of `POST /pools`."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=253)]
+    template: PodTemplate
+    capacity_spec: CapacitySpec
+
+
+class ResizePool(Model):
+    """The body of `PUT /pools/{name}`."""
+
+    capacity_spec: CapacitySpec
+
+
 class Renew(Model):
     """The body of `POST /sandboxes/{id}/renew-expiration`."""
 
@@ -257,4 +310,29 @@ def created(sandbox: Sandbox) -> dict[str, Any]:
 
 def shown(sandbox: Sandbox) -> dict[str, Any]:
     """Render a `Sandbox`."""
-    return created(sandbox) | {"image": {"uri": sandbox.image}}
+    body = created(sandbox) | {"image": {"uri": sandbox.image}}
+    if sandbox.pool:
+        body["allocation"] = {"mode": "pool", "poolRef": Pool.named_by(sandbox.pool), "state": "allocated"}
+    return body
+
+
+def pool(found: Pool, count: Count) -> dict[str, Any]:
+    """Render a pool."""
+    capacity = found.capacity
+    status = {
+        "total": count.idle + count.making + count.claimed,
+        "allocated": count.claimed,
+        "available": count.idle,
+        "revision": found.revision,
+    }
+    return {
+        "name": found.name,
+        "capacitySpec": {
+            "bufferMax": capacity.buffer_max,
+            "bufferMin": capacity.buffer_min,
+            "poolMax": capacity.pool_max,
+            "poolMin": capacity.pool_min,
+        },
+        "status": status | ({"message": count.problem} if count.problem else {}),
+        "createdAt": timestamp(found.created_at),
+    }

@@ -1,4 +1,4 @@
-"""The table of sandboxes as this release uses it. The migrations in `versions` make it."""
+"""The tables as this release uses them. The migrations in `versions` make them."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from sqlalchemy.types import REAL, TypeDecorator, TypeEngine
 
 from lifecycle.sandboxes.registry import State
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest migration."""
 VERSION_TABLE = "sallyport_schema"
 """The table in which Alembic keeps the number of the last migration."""
@@ -95,9 +95,20 @@ sandboxes = Table(
     Column("vault", Json),
     Column("lineage", Text),
     Column("renew_seconds", Integer),
+    Column("pool", Text),
+    Column("idle", Flag),
     Column("owner", Text),
     Index("sandboxes_owner", "owner", "created_at"),
     Index("sandboxes_owner_expires", "owner", "expires_at"),
     sqlite_strict=True,
 )
 """One row for each sandbox. `owner` is the identity of the server that runs it."""
+pools = Table(
+    "pools",
+    metadata,
+    Column("owner", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("document", Json),
+    sqlite_strict=True,
+)
+"""One row for each pool of a server."""

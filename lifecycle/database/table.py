@@ -16,7 +16,8 @@ from sqlalchemy.engine import Connection
 
 from lifecycle.database.engine import Database
 from lifecycle.database.migrations import migrate
-from lifecycle.database.schema import sandboxes
+from lifecycle.database.schema import pools, sandboxes
+from lifecycle.sandboxes.pool import Capacity, Pool
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 
 _NAMES = tuple(item.name for item in fields(Sandbox))
@@ -39,6 +40,21 @@ _UPDATE = (
     .where(_OWN, sandboxes.c.id == bindparam("sandbox"))
     .values({name: bindparam(f"new_{name}", type_=sandboxes.c[name].type) for name in _NAMES})
 )
+_IDLE = (
+    select(sandboxes.c.id)
+    .where(_OWN, sandboxes.c.pool == bindparam("pool"), sandboxes.c.idle == bindparam("idle"))
+    .where(sandboxes.c.state == State.RUNNING)
+    .order_by(sandboxes.c.created_at)
+    .limit(bindparam("number"))
+)
+_POOLS = select(pools.c.document).where(pools.c.owner == bindparam("own"))
+_POOL = _POOLS.where(pools.c.name == bindparam("pool"))
+_DELETE_POOL = delete(pools).where(pools.c.owner == bindparam("own"), pools.c.name == bindparam("pool"))
+_RESIZE_POOL = (
+    update(pools)
+    .where(pools.c.owner == bindparam("own"), pools.c.name == bindparam("pool"))
+    .values(document=bindparam("new_document", type_=pools.c.document.type))
+)
 _DELETE = delete(sandboxes).where(_OWN, sandboxes.c.id == bindparam("sandbox"))
 _SHIFT = (
     update(sandboxes)
@@ -57,6 +73,7 @@ class SandboxTable:
         self._database = database
         self._owner = owner
         self._put = _put(database.dialect)
+        self._add_pool = _add_pool(database.dialect)
 
     @property
     def readers(self) -> int:
@@ -150,7 +167,7 @@ class SandboxTable:
         self, states: Sequence[str], metadata: Mapping[str, str], page: int, size: int
     ) -> tuple[list[Sandbox], int]:
         """Return one page, newest first, and the number of all matches."""
-        matches = [_OWN]
+        matches = [_OWN, sandboxes.c.idle == False]  # noqa: E712 - an expression of SQL
         if states:
             wanted = {state.lower() for state in states}
             matches.append(sandboxes.c.state.in_([state for state in State if state.lower() in wanted]))
@@ -167,6 +184,44 @@ class SandboxTable:
         """Return the number of rows."""
         with self._database.statement() as connection:
             return _number(connection, _COUNT, self._own())
+
+    def idle(self, pool: str, number: int) -> list[str]:
+        """Return the ids of running idle members of a pool, the oldest first."""
+        with self._database.statement() as connection:
+            rows = connection.execute(_IDLE, self._own(pool=pool, idle=True, number=number))
+            return [str(row[0]) for row in rows]
+
+    def pools(self) -> list[Pool]:
+        """Return every pool, by name."""
+        with self._database.statement() as connection:
+            rows = connection.execute(_POOLS.order_by(pools.c.name), self._own())
+            return [Pool.from_json(row[0]) for row in rows]
+
+    def pool(self, name: str) -> Pool | None:
+        """Return one pool."""
+        with self._database.statement() as connection:
+            return _pool(connection, self._own(pool=name))
+
+    def add_pool(self, pool: Pool) -> bool:
+        """Insert a pool. Return whether there was none of its name."""
+        values = {"owner": self._owner, "name": pool.name, "document": pool.to_json()}
+        with self._database.statement() as connection:
+            return connection.execute(self._add_pool, values).rowcount > 0
+
+    def resize_pool(self, name: str, capacity: Capacity) -> Pool | None:
+        """Read, change and write one pool in one transaction."""
+        with self._database.transaction() as connection:
+            found = _pool(connection, self._own(pool=name))
+            if found is None:
+                return None
+            found = found.resized(capacity)
+            connection.execute(_RESIZE_POOL, self._own(pool=name, new_document=found.to_json()))
+        return found
+
+    def delete_pool(self, name: str) -> bool:
+        """Remove one pool. Return whether it existed."""
+        with self._database.statement() as connection:
+            return connection.execute(_DELETE_POOL, self._own(pool=name)).rowcount > 0
 
     def _own(self, **parameters: Any) -> dict[str, Any]:
         return {"own": self._owner, **parameters}
@@ -186,6 +241,16 @@ def _put(dialect: str) -> Any:
     own = sandboxes.c.owner == insert.excluded.owner
     statement = insert.on_conflict_do_update(index_elements=[sandboxes.c.id], set_=new, where=own)
     return statement.execution_options(preserve_rowcount=True)
+
+
+def _add_pool(dialect: str) -> Any:
+    insert = postgresql.insert(pools) if dialect == "postgresql" else sqlite.insert(pools)
+    return insert.on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+
+
+def _pool(connection: Connection, parameters: dict[str, Any]) -> Pool | None:
+    row = connection.execute(_POOL, parameters).one_or_none()
+    return None if row is None else Pool.from_json(row[0])
 
 
 def _values(sandbox: Sandbox) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The validation of a create call: everything that needs no request to a daemon.
 
 - The contract fixes the order of the checks, so that a call with several faults always gets the same error.
-- Unsupported features (volumes, pools, templates) are refused by name and never ignored. Keys of `extensions`
+- Unsupported features (volumes, templates) are refused by name and never ignored. Keys of `extensions`
   are free, but a probable misspelling of a known key is refused, because it would have no effect.
 - A plan contains the sandbox's environment, which may contain the caller's secrets. It is never logged or stored.
 """
@@ -9,13 +9,15 @@
 import difflib
 import platform as host_platform
 import re
+import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lifecycle.api.errors import ApiError, invalid
-from lifecycle.api.models import HOOKS_VARIABLE, Create
+from lifecycle.api.models import HOOKS_VARIABLE, CapacitySpec, Create, CreatePool
 from lifecycle.sandboxes import labels
+from lifecycle.sandboxes.pool import Capacity, Pool
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.strict import unknown
@@ -25,7 +27,8 @@ POLICY_EXTENSION = "sallyport.policy"
 RUNTIME_EXTENSION = "sallyport.runtime"
 ISOLATION_EXTENSION = "bootstrap.execd.isolation"
 RENEW_EXTENSION = "access.renew.extend.seconds"
-_EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, "poolRef")
+POOL_EXTENSION = "poolRef"
+_EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, POOL_EXTENSION)
 _RESEMBLES = 0.85
 """The similarity (1 is equal) from which a key counts as a misspelling of another."""
 _ECHOED = "opensandbox.extensions."
@@ -40,8 +43,19 @@ _EGRESS_NAMES = frozenset(
 )
 _TRANSPARENT = _EGRESS_ENV + "MITMPROXY_TRANSPARENT"
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}", re.ASCII)
+_CLAIMED_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}", re.ASCII)
+_START_NAMES = frozenset(
+    {
+        *("JUPYTER_HOST", "JUPYTER_TOKEN", "EXECD_ENVS", "EXECD_LOG_FILE", "EXECD_API_GRACE_SHUTDOWN"),
+        *("EXECD_ACCESS_TOKEN", "EXECD_ISOLATION_CONFIG"),
+    }
+)
+"""Variables that execd reads when it starts. A member of a pool has started."""
+IDLE_ENTRYPOINT = ("tail", "-f", "/dev/null")
+"""The default of the SDKs. execd waits by itself if the image has no such program."""
 _ARCHES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 MAX_TIMEOUT = 100 * 366 * 86400
+_LARGEST = Resources(1 << 62, 1 << 62, 1 << 31, None)
 MAX_STRING = 128 * 1024 - 1
 """The kernel's limit for one argument, or for one variable with its name."""
 MAX_ENV = (1 << 20) - 4096
@@ -61,6 +75,22 @@ class SandboxLimits:
     maxima: Resources
     max_timeout: int | None
     env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a create call that names a pool says about its member. What it leaves out is the pool's.
+
+    Attributes:
+        pool: its name, in a complete plan its key.
+        image, runtime: None if the call does not name it.
+        limits: its `resourceLimits`.
+    """
+
+    pool: str
+    image: str | None
+    runtime: str | None
+    limits: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +114,10 @@ class Plan:
     credential_proxy: bool
     secure_access: bool
     renew_seconds: int | None
+    claim: Claim | None = None
+    """The pool whose member the sandbox becomes; None to launch one."""
+    held_for: str = ""
+    """The key of the pool for which an idle member is launched, or empty."""
 
 
 def plan(request: Create, limits: SandboxLimits) -> Plan:
@@ -97,11 +131,12 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     if (request.snapshot_id or "").strip():
         raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {(request.snapshot_id or '')[:80]} not found.")
     hooks = _hooks(request)
-    if "poolRef" in extensions:
-        raise ApiError(400, "SANDBOX::UNSUPPORTED_POOL_REF", "extensions.poolRef is not supported by this server.")
+    claim = _claim(request, extensions)
     if request.template_id is not None:
         raise ApiError(400, "FSB::API_NOT_SUPPORTED", "templateId is not supported by this server.")
-    entrypoint, command = _entrypoint(request)
+    entrypoint, command = (
+        ((), ()) if claim and request.entrypoint is None else _entrypoint(tuple(request.entrypoint or ()))
+    )
     labels.check(request.metadata or {})
     platform = _platform(request)
     timeout = request.timeout
@@ -115,6 +150,8 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     if hooks:
         env[HOOKS_VARIABLE] = hooks
     _check_size(env)
+    if claim is not None:
+        _check_claimed(env)
     if request.volumes:
         raise ApiError(400, "VOLUME::UNSUPPORTED_BACKEND", "volumes are not supported by this server yet.")
     return Plan(
@@ -134,7 +171,124 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
         credential_proxy=credential_proxy,
         secure_access=bool(request.secure_access),
         renew_seconds=int(extensions[RENEW_EXTENSION]) if RENEW_EXTENSION in extensions else None,
+        claim=claim,
     )
+
+
+def _claim(request: Create, extensions: Mapping[str, str]) -> Claim | None:
+    name = extensions.get(POOL_EXTENSION)
+    if name is None:
+        return None
+    for field_name, given in (
+        ("templateId", request.template_id is not None),
+        ("volumes", bool(request.volumes)),
+        (f"extensions: {ISOLATION_EXTENSION}", ISOLATION_EXTENSION in extensions),
+    ):
+        if given:
+            raise invalid(f"{field_name} cannot be combined with extensions.poolRef.")
+    image = request.image.uri.strip() if request.image else ""
+    return Claim(name, image or None, extensions.get(RUNTIME_EXTENSION), dict(request.resource_limits or {}))
+
+
+def _check_claimed(env: Mapping[str, str]) -> None:
+    for name in env:
+        if not _CLAIMED_ENV_NAME.fullmatch(name) or name in _START_NAMES:
+            raise invalid(f"env: {name[:80]!r} cannot be given to a sandbox of a pool.")
+
+
+def claimed(plan: Plan, pool: Pool) -> Plan:
+    """Complete the plan of a claim with what its pool has.
+
+    Raises:
+        ApiError: the call names another image, runtime or limit than the pool has, because that has no effect.
+    """
+    claim = plan.claim
+    assert claim is not None  # noqa: S101 - narrows the type: the caller looked the pool up
+    has = pool.resources
+    if claim.image is not None and tagged(claim.image) != tagged(pool.image):
+        raise invalid(f"image: pool {pool.name} has {pool.image}.")
+    if claim.runtime not in (None, pool.runtime):
+        raise invalid(f"extensions: {RUNTIME_EXTENSION}: pool {pool.name} has {pool.runtime}.")
+    if resolve(claim.limits, has, _LARGEST if has.disk_bytes is None else replace(_LARGEST, disk_bytes=1 << 62)) != has:
+        limits = f"cpu {has.cpu_nanos}n, memory {has.memory_bytes}, pids {has.pids}, disk {has.disk_bytes}"
+        raise invalid(f"resourceLimits: pool {pool.name} has {limits}.")
+    entrypoint, command = plan.entrypoint or pool.entrypoint, plan.command or pool.entrypoint
+    return replace(
+        plan,
+        image=pool.image,
+        entrypoint=entrypoint,
+        command=command,
+        resources=has,
+        runtime=pool.runtime,
+        claim=replace(claim, pool=pool.key),
+    )
+
+
+def pool_of(request: CreatePool, limits: SandboxLimits, now: float) -> Pool:
+    """Check the call that creates a pool.
+
+    Raises:
+        ApiError: the first fault of the call.
+    """
+    container, runtime = request.template.spec.containers[0], request.template.spec.runtime_class_name
+    if runtime is not None and runtime not in limits.runtimes:
+        allowed = ", ".join(limits.runtimes)
+        raise invalid(f"template.spec.runtimeClassName: {runtime[:40]!r} is not allowed; allowed are {allowed}.")
+    if container.args and not container.command:
+        raise invalid("template.spec.containers[0].args: needs a command.")
+    words = (*(container.command or ()), *(container.args or ())) or IDLE_ENTRYPOINT
+    _entrypoint(words)
+    given = container.resources.limits if container.resources else None
+    return Pool(
+        name=request.name,
+        incarnation=secrets.token_hex(4),
+        image=container.image.strip(),
+        entrypoint=words,
+        runtime=runtime or limits.default_runtime,
+        resources=resolve(given or {}, limits.defaults, limits.maxima),
+        capacity=capacity_of(request.capacity_spec),
+        created_at=now,
+    )
+
+
+def capacity_of(given: CapacitySpec) -> Capacity:
+    """Check a capacity.
+
+    Raises:
+        ApiError: a minimum is above its maximum, or the buffer is larger than the pool.
+    """
+    if given.buffer_min > given.buffer_max or given.pool_min > given.pool_max or given.buffer_max > given.pool_max:
+        raise invalid("capacitySpec: bufferMin <= bufferMax <= poolMax and poolMin <= poolMax are needed.")
+    return Capacity(given.buffer_min, given.buffer_max, given.pool_min, given.pool_max)
+
+
+def idle_member(pool: Pool, limits: SandboxLimits) -> Plan:
+    """Return the plan of an idle member: no access, no expiry, and only the variables of every sandbox."""
+    return Plan(
+        image=pool.image,
+        entrypoint=pool.entrypoint,
+        command=pool.entrypoint,
+        env=dict(limits.env),
+        timeout=None,
+        metadata={},
+        extensions={},
+        platform=None,
+        resources=pool.resources,
+        runtime=pool.runtime,
+        isolation=False,
+        policy_name=None,
+        network_policy=ApiPolicy(),
+        credential_proxy=False,
+        secure_access=False,
+        renew_seconds=None,
+        held_for=pool.key,
+    )
+
+
+def tagged(image: str) -> str:
+    """Return the name of an image with its tag. Without one it is `latest`."""
+    last = image.rpartition("/")[2]
+    return image if ":" in last or "@" in last else f"{image}:latest"
 
 
 def _is_echoed(key: str) -> bool:
@@ -165,8 +319,7 @@ def _is_misspelt(key: str) -> bool:
     )
 
 
-def _entrypoint(request: Create) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    entrypoint = tuple(request.entrypoint or ())
+def _entrypoint(entrypoint: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     command = entrypoint
     if len(entrypoint) == 1 and re.search(r"\s", entrypoint[0].strip()):
         try:

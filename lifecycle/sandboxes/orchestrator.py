@@ -69,12 +69,18 @@ class Orchestrator:
     # -- removal
 
     async def remove(
-        self, sandbox: str, reason: str, *, unless: Callable[[Sandbox], bool] = lambda current: False
+        self,
+        sandbox: str,
+        reason: str,
+        *,
+        unless: Callable[[Sandbox], bool] = lambda current: False,
+        idle: bool = True,
     ) -> None:
         """Remove a sandbox and all its resources. On return it is removed.
 
         Args:
             unless: checked while the sandbox's lock is held. If it is true, the sandbox is not removed (409).
+            idle: whether an idle member of a pool is known to the caller. For a caller of the API it does not exist.
 
         Raises:
             ApiError: 404, 409, or 500 if a part of the sandbox is left. The reaper then retries.
@@ -86,6 +92,8 @@ class Orchestrator:
             now = self._clock()
 
             def change(current: Sandbox) -> Sandbox:
+                if current.idle and not idle:
+                    raise unknown_sandbox(sandbox)
                 if unless(current):
                     raise ApiError(409, "DOCKER::SANDBOX_DELETE_FAILED", "The sandbox is not to be removed any more.")
                 return current.moved(State.STOPPING, "REMOVING", f"Removing: {reason}.", now)

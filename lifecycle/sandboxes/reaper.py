@@ -10,6 +10,7 @@
 - Then hostd is asked for its sandboxes every few seconds. Lists and gets read the database only. A sandbox that hostd
   does not have becomes Failed. A gateway whose policy is not the registry's gets the registry's. A creation whose row
   could not be written and an interrupted change of a policy are completed.
+- An idle member of a pool has no program and denies all. It gets a policy when it is claimed, not from the observer.
 - The observer also detects that the system's clock was set.
 - An error ends neither task. The task waits and goes on.
 """
@@ -251,7 +252,7 @@ class Observer:
         Raises:
             RegistryError: the sandboxes cannot be read.
         """
-        live = [row.id for row in await self._registry.all() if row.state in _LIVE]
+        live = [row.id for row in await self._registry.all() if row.state in _LIVE and not row.idle]
         for sandbox in live:
             self._egress.mark_outdated(sandbox)
         await self._apply(dict.fromkeys(live, self._egress.reapply))
@@ -276,7 +277,7 @@ class Observer:
     async def observe(self) -> None:
         """Take over the states that hostd reports, and complete unfinished work."""
         rows = await self._registry.all()
-        unsettled = [row.id for row in rows if row.state in _LIVE and self._egress.unsettled(row)]
+        unsettled = [row.id for row in rows if row.state in _LIVE and not row.idle and self._egress.unsettled(row)]
         # This is set before hostd asks Docker for the list.
         await self._apply(dict.fromkeys(unsettled, self._egress.reapply))
         began = self._clock()
@@ -291,7 +292,7 @@ class Observer:
             elif row.state in _LIVE and row.changed_at < began:
                 await self._seen(row.id, HostSandboxState(row.id, HostState.GONE), began, now)
             other = row.id in there and there[row.id].policy not in ("", row.policy_digest)
-            if row.state in _LIVE and other and not self._egress.unsettled(row):
+            if row.state in _LIVE and other and not row.idle and not self._egress.unsettled(row):
                 differing.append(row.id)
         await self._apply(dict.fromkeys(differing, self._egress.reconcile))
 

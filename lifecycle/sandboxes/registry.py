@@ -1,4 +1,4 @@
-"""The registry: one row per sandbox, in the state database (`lifecycle.database`).
+"""The registry: one row per sandbox and per pool, in the state database (`lifecycle.database`).
 
 - Calls are made in one thread, in their order. So writes are serial, a read-modify-write (`update`) is atomic, a reader
   of all rows finds every earlier write, and no call blocks the event loop.
@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from lifecycle.sandboxes.pool import Capacity, Pool
 
 if TYPE_CHECKING:
     from lifecycle.database.table import SandboxTable
@@ -74,6 +76,10 @@ class Sandbox:
     lineage: str = ""
     renew_seconds: int | None = None
     """Seconds by which an access moves the expiry; None if an access does not move it."""
+    pool: str = ""
+    """The pool that the sandbox is or was a member of, or empty."""
+    idle: bool = False
+    """Whether it waits in its pool for a claim. Then no program runs in it, and no caller sees it."""
 
     def moved(self, state: State, reason: str, message: str, now: float) -> "Sandbox":
         """Return the same sandbox in another state."""
@@ -165,6 +171,30 @@ class Registry:
     async def count(self) -> int:
         """Return the number of rows."""
         return await self._look_up(self._table.count)
+
+    async def idle(self, pool: str, number: int) -> list[str]:
+        """Return the ids of at most `number` idle members of a pool that can be claimed, the oldest first."""
+        return await self._look_up(lambda: self._table.idle(pool, number))
+
+    async def pools(self) -> list[Pool]:
+        """Return every pool, by name."""
+        return await self._look_up(self._table.pools)
+
+    async def pool(self, name: str) -> Pool | None:
+        """Return one pool, or None."""
+        return await self._look_up(lambda: self._table.pool(name))
+
+    async def add_pool(self, pool: Pool) -> bool:
+        """Add a pool. Return whether it was added: another one can have its name."""
+        return await self._run(lambda: self._table.add_pool(pool))
+
+    async def resize_pool(self, name: str, capacity: Capacity) -> Pool | None:
+        """Change the capacity of a pool. Return the pool, or None if there is no such pool."""
+        return await self._run(lambda: self._table.resize_pool(name, capacity))
+
+    async def delete_pool(self, name: str) -> bool:
+        """Remove a pool's row. Return whether it existed."""
+        return await self._run(lambda: self._table.delete_pool(name))
 
     @property
     def _idle(self) -> bool:

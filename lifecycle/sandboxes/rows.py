@@ -22,7 +22,7 @@ class Rows:
             ApiError: 404.
         """
         row = await self._registry.get(sandbox) if SANDBOX_ID.fullmatch(sandbox) else None
-        if row is None or (row.expires_at is not None and row.expires_at <= self._clock()):
+        if row is None or row.idle or (row.expires_at is not None and row.expires_at <= self._clock()):
             raise unknown_sandbox(sandbox)
         return row
 

@@ -46,13 +46,13 @@ class Starting:
         self._reached = reached
         self._seconds = seconds
 
-    async def wait(self, sandbox: str, *, hooks: bool) -> None:
-        """Wait until the entrypoint was started, or execd serves if there are `hooks`, which can take hours.
+    async def wait(self, sandbox: str, *, started: bool) -> None:
+        """Wait until the entrypoint was started, or only until execd serves: hooks before it can take hours.
 
         Raises:
             ApiError: the entrypoint has ended with an error.
         """
-        enough = {Reached.STARTED, Reached.SERVING} if hooks else {Reached.STARTED}
+        enough = {Reached.STARTED} if started else {Reached.STARTED, Reached.SERVING}
         loop = asyncio.get_running_loop()
         began = loop.time()
         look, pause = began + _LOOK_SECONDS, _FIRST_PAUSE

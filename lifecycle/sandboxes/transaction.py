@@ -5,6 +5,8 @@ failed step the earlier steps are undone. If that is not possible at once, a row
 retries until everything is removed.
 
 - The row is written before the first step. So a crash leaves rows, never a sandbox without a row.
+- A claim converts an idle member of a pool instead of a launch: its row, its grants, its policy, then its execd, which
+  starts the entrypoint. If a step fails, the member is removed like a failed launch.
 - A sandbox whose entrypoint cannot be started, or ends with an error before it was seen to run, was not created. The
   refusal has its exit code and the end of its output. An entrypoint after a hook is not waited for.
 - If the caller disconnects before the answer, the sandbox is removed. A caller that waits for longer than the limit
@@ -19,7 +21,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,13 +32,15 @@ from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import Plan
+from lifecycle.sandboxes.creation import Plan, claimed
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
+from lifecycle.sandboxes.members import Members, unknown_pool
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.starting import Starting
 from policy.problems import meant
+from runtimes.engine.trust import CA_VARIABLES
 from wire.api.hostd import Launch, Runtime
 
 _NAMED_IMAGES = 20
@@ -54,6 +58,10 @@ class CreationBounds:
     pending: int
     sandboxes: int
     answer_seconds: float
+
+
+type HandOver = Callable[[str, str, Sequence[str], Mapping[str, str]], Awaitable[None]]
+"""Gives a member its owner's entrypoint and variables: sandbox, token, entrypoint, variables."""
 
 
 class Creation:
@@ -90,6 +98,8 @@ class Creations:
         starting: Starting,
         settle: Callable[[str], Awaitable[None]],
         tokens: Tokens,
+        members: Members,
+        hand_over: HandOver,
         bounds: CreationBounds,
         new_id: Callable[[], str] = lambda: f"sbx-{secrets.token_hex(12)}",
     ) -> None:
@@ -106,6 +116,8 @@ class Creations:
         self._starting = starting
         self._settle = settle
         self._tokens = tokens
+        self._members = members
+        self._hand_over = hand_over
         self._bounds = bounds
         self._new_id = new_id
         self._launches = asyncio.Semaphore(bounds.launches)
@@ -128,20 +140,46 @@ class Creations:
             raise busy(_TOO_MANY)
         self._beginning += 1  # Increased before the first await, so that concurrent calls count each other.
         try:
+            if plan.claim is not None:
+                return await self._begin(await self._completed(plan, plan.claim.pool))
             if await self._registry.count() + self._beginning > self._bounds.sandboxes:
                 raise busy(_TOO_MANY)
             return await self._begin(plan)
         finally:
             self._beginning -= 1
 
+    async def _completed(self, plan: Plan, pool: str) -> Plan:
+        found = await self._registry.pool(pool)
+        if found is None:
+            raise unknown_pool(pool)
+        return claimed(plan, found)
+
     async def _begin(self, plan: Plan) -> Creation:
-        network_policy = plan.network_policy
         version = self._policies.version
         compiled = await self._admit(plan)
-        await self._check_image(plan.image)
-        now = self._clock()
-        sandbox = self._new_id()
-        row = Sandbox(
+        await self.check_image(plan.image)
+        if plan.claim is None:
+            row = self._row(self._new_id(), plan, compiled)
+            self._making.add(row.id)
+            try:
+                await self._registry.put(row)
+            except BaseException:
+                self._making.discard(row.id)
+                raise
+        else:
+            row = await self._members.claim(
+                plan.claim.pool, lambda member: self._row(member.id, plan, compiled), self._making
+            )
+        sandbox = row.id
+        making = self._make(row, plan, compiled, version)
+        task = asyncio.get_running_loop().create_task(making, name=f"create:{sandbox}")
+        creation = self._creations[sandbox] = Creation(sandbox, task)
+        task.add_done_callback(lambda _: self._ended(sandbox))
+        return creation
+
+    def _row(self, sandbox: str, plan: Plan, compiled: Compiled) -> Sandbox:
+        now, policy = self._clock(), plan.network_policy
+        return Sandbox(
             id=sandbox,
             state=State.PENDING,
             reason="CONTAINER_STARTING",
@@ -156,24 +194,15 @@ class Creations:
             extensions=dict(plan.extensions),
             platform=None if plan.platform is None else dict(plan.platform),
             policy_name=plan.policy_name,
-            network_policy=None if network_policy is None else network_policy.to_wire(),
+            network_policy=None if policy is None else policy.to_wire(),
             policy_digest=compiled.digest,
             credential_proxy=plan.credential_proxy,
             secure_access=plan.secure_access,
             lineage=sandbox,
             renew_seconds=plan.renew_seconds,
+            pool=plan.held_for if plan.claim is None else plan.claim.pool,
+            idle=bool(plan.held_for),
         )
-        self._making.add(sandbox)
-        try:
-            await self._registry.put(row)
-        except BaseException:
-            self._making.discard(sandbox)
-            raise
-        making = self._make(row, plan, compiled, version)
-        task = asyncio.get_running_loop().create_task(making, name=f"create:{sandbox}")
-        creation = self._creations[sandbox] = Creation(sandbox, task)
-        task.add_done_callback(lambda _: self._ended(sandbox))
-        return creation
 
     async def _admit(self, plan: Plan) -> Compiled:
         try:
@@ -232,7 +261,7 @@ class Creations:
 
         task.add_done_callback(done)
 
-    async def _check_image(self, name: str) -> None:
+    async def check_image(self, name: str) -> None:
         try:
             await self._hostd.check_image(name)
         except wire.RemoteError as error:
@@ -254,14 +283,17 @@ class Creations:
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         policies = self._policies
         async with contextlib.AsyncExitStack() as launching:
-            await launching.enter_async_context(self._launches)  # before the lock, so that a removal need not wait
+            if plan.claim is None:  # before the lock, so that a removal need not wait
+                await launching.enter_async_context(self._launches)
             async with self._locks.hold(row.id):
                 try:
                     if version != policies.version:  # A newer document came while this task waited.
                         version, compiled = policies.version, await self._admit(plan)
-                    in_force = await self._start(row, plan, compiled)
+                    start = self._start if plan.claim is None else self._convert
+                    in_force = await start(row, plan, compiled)
                     await launching.aclose()
-                    await self._starting.wait(row.id, hooks=HOOKS_VARIABLE in plan.env)
+                    started = not plan.held_for and HOOKS_VARIABLE not in plan.env
+                    await self._starting.wait(row.id, started=started)
                     running = await self._running(row, in_force if in_force == compiled.digest else "", version)
                 except Exception as error:  # noqa: BLE001 - closes: whatever failed, the former steps are undone
                     failure = _failure(error)
@@ -290,6 +322,23 @@ class Creations:
             raise unknown_sandbox(row.id)
         return running
 
+    async def _convert(self, row: Sandbox, plan: Plan, compiled: Compiled) -> str:
+        """Put the caller's policy in force at a member, then let its execd start the entrypoint."""
+        await self._auditd.record(
+            "lifecycle.claim",
+            "allow",
+            sandbox=row.id,
+            pool=row.pool,
+            image=row.image,
+            runtime=row.runtime,
+            policy=compiled.digest,
+        )
+        env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
+        await self._vaultd.regrant(row.id, compiled.grants, compiled.names)
+        in_force = await self._hostd.configure(row.id, compiled.selection, decided=False)
+        await self._hand_over(row.id, self._tokens.execd(row.id), plan.command, env)
+        return in_force
+
     async def _start(self, row: Sandbox, plan: Plan, compiled: Compiled) -> str:
         await self._auditd.record(
             "lifecycle.create",
@@ -301,6 +350,7 @@ class Creations:
             cpu_nanos=plan.resources.cpu_nanos,
             memory_bytes=plan.resources.memory_bytes,
             disk_bytes=plan.resources.disk_bytes,
+            **({"pool": row.pool} if row.pool else {}),
         )
         root_pem = await self._vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names)
         launch = Launch(
@@ -314,6 +364,7 @@ class Creations:
             pids=plan.resources.pids,
             disk_bytes=plan.resources.disk_bytes,
             isolation=plan.isolation,
+            held=bool(plan.held_for),
             ca_root=root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             selection=compiled.selection.to_text(),

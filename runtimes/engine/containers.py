@@ -20,11 +20,11 @@ from runtimes.engine import seccomp
 from runtimes.engine.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan, container_name
 from runtimes.engine.java_store import java_store
 from runtimes.engine.profile import PROFILES
+from runtimes.engine.trust import CA_BUNDLE, CA_VARIABLES
 from runtimes.engine.wrappers import runtime_name
 from runtimes.net.plan import RESOLV_CONF, hosts_file
 from wire.api.hostd import Launch
 
-CA_BUNDLE = "/opt/opensandbox/ca-bundle.pem"
 JAVA_STORE = "/opt/opensandbox/java-cacerts"
 EXECD = "/opt/opensandbox/execd"
 LAUNCH = "/opt/opensandbox/launch"
@@ -32,18 +32,6 @@ _KERNEL_THREADS = 1024
 _FEWEST_PROCESSES = 64
 _LEAVE_SECONDS = 1.0
 _END_SECONDS = 2.0
-CA_VARIABLES = (
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-    "GIT_SSL_CAINFO",
-    "PIP_CERT",
-    "NODE_EXTRA_CA_CERTS",
-    "AWS_CA_BUNDLE",
-    "CARGO_HTTP_CAINFO",
-    "DENO_CERT",
-    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
-)
 _MOUNTED = {
     CA_BUNDLE: "ca-bundle.pem",
     "/etc/ssl/certs/ca-certificates.crt": "ca-bundle.pem",
@@ -67,9 +55,20 @@ def environment(sandbox: str, requested: Mapping[str, str]) -> dict[str, str]:
     return {**own, **requested, **dict.fromkeys(CA_VARIABLES, CA_BUNDLE)}
 
 
-def command(token_sha256: str, entrypoint: Sequence[str]) -> list[str]:
-    """Return the container's command line."""
-    return [EXECD, "--init", "--launch-file", LAUNCH, "--access-token-sha256", token_sha256, "--", *entrypoint]
+def command(token_sha256: str, entrypoint: Sequence[str], *, held: bool) -> list[str]:
+    """Return the container's command line. A `held` one starts no program before execd's first init."""
+    options = ["--await-init"] if held else []
+    return [
+        EXECD,
+        "--init",
+        *options,
+        "--launch-file",
+        LAUNCH,
+        "--access-token-sha256",
+        token_sha256,
+        "--",
+        *entrypoint,
+    ]
 
 
 def write_files(directory: Path, spec: Launch, ca_bundle: str) -> Path:
@@ -115,7 +114,7 @@ def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> Contai
         sandbox=spec.sandbox,
         runtime=runtime_name(spec.runtime),
         image=image,
-        command=command(spec.execd_token_sha256, spec.entrypoint),
+        command=command(spec.execd_token_sha256, spec.entrypoint, held=spec.held),
         env=environment(spec.sandbox, spec.env),
         hostname=spec.sandbox,
         binds=(Bind(execd, EXECD), *(Bind(files / name, destination) for destination, name in _MOUNTED.items())),

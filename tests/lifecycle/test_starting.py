@@ -49,21 +49,21 @@ def starting(host: Host, seconds: float = 30.0) -> Starting:
 
 async def test_the_wait_ends_when_the_entrypoint_was_started() -> None:
     host = Host([Reached.NOTHING, Reached.NOTHING, Reached.SERVING, Reached.STARTED])
-    await starting(host).wait(NAME, hooks=False)
+    await starting(host).wait(NAME, started=True)
     assert 4 == host.asked
 
 
 @pytest.mark.parametrize("answer", [Reached.SERVING, Reached.STARTED])
 async def test_an_entrypoint_after_a_hook_is_not_waited_for(answer: Reached) -> None:
     host = Host([Reached.NOTHING, answer, Reached.STARTED])
-    await starting(host).wait(NAME, hooks=True)
+    await starting(host).wait(NAME, started=False)
     assert 2 == host.asked
 
 
 @pytest.mark.parametrize("answer", [Reached.NOTHING, Reached.SERVING])
 async def test_an_entrypoint_that_takes_long_is_not_a_failure(answer: Reached) -> None:
     began = time.monotonic()
-    await starting(Host([answer]), 0.3).wait(NAME, hooks=False)
+    await starting(Host([answer]), 0.3).wait(NAME, started=True)
     assert 0.3 <= time.monotonic() - began
 
 
@@ -76,7 +76,7 @@ async def test_one_that_has_ended_is_refused_with_its_code_and_the_end_of_its_ou
     text = "x" * 5000 + "\n\x1b[31mno such\r\nprogram\u202e\n"
     host = Host([Reached.NOTHING], HostSandboxState(NAME, state, exit_code=127), Printed(text, False))
     with pytest.raises(ApiError) as refused:
-        await starting(host).wait(NAME, hooks=hooks)
+        await starting(host).wait(NAME, started=not hooks)
     assert (500, "DOCKER::SANDBOX_START_FAILED") == (refused.value.status, refused.value.code)
     message = refused.value.message
     assert message.startswith("The entrypoint ended with exit code 127; the end of its output: xxx")
@@ -95,7 +95,7 @@ async def test_one_that_has_ended_is_refused_with_its_code_and_the_end_of_its_ou
 )
 async def test_the_refusal_says_how_it_ended(state: HostSandboxState, message: str) -> None:
     with pytest.raises(ApiError) as refused:
-        await starting(Host([Reached.NOTHING], state)).wait(NAME, hooks=False)
+        await starting(Host([Reached.NOTHING], state)).wait(NAME, started=True)
     assert message in refused.value.message
 
 
@@ -106,7 +106,7 @@ async def test_one_that_has_ended_is_refused_also_without_its_output(error: Exce
     host = Host([Reached.NOTHING], HostSandboxState(NAME, HostState.EXITED, exit_code=3))
     host.printed = error
     with pytest.raises(ApiError) as refused:
-        await starting(host).wait(NAME, hooks=False)
+        await starting(host).wait(NAME, started=True)
     assert refused.value.message == "The entrypoint ended with exit code 3; its output cannot be read"
 
 
@@ -123,4 +123,4 @@ async def test_an_end_without_an_error_and_an_unknown_one_are_left_to_the_observ
     state: HostSandboxState | Exception,
 ) -> None:
     async with asyncio.timeout(10):
-        await starting(Host([Reached.NOTHING], state)).wait(NAME, hooks=False)
+        await starting(Host([Reached.NOTHING], state)).wait(NAME, started=True)

@@ -25,6 +25,7 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "pids": 64,
         "disk_bytes": 1 << 30,
         "isolation": False,
+        "held": False,
         "ca_root": "pem",
         "execd_token_sha256": "0" * 64,
         "selection": '{"policy_name": null, "network_policy": null, "bindings": []}',

@@ -199,6 +199,7 @@ class Hostd:
             "pids": 64,
             "disk_bytes": 64 << 20,
             "isolation": False,
+            "held": False,
             "ca_root": opened.root_pem,
             "execd_token_sha256": "0" * 64,
             "selection": json.dumps({"note": "first"}),

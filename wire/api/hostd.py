@@ -118,6 +118,7 @@ class Launch(Request[PolicyInForce]):
         pids: the limit of processes.
         disk_bytes: the limit of what the sandbox writes; None is no limit.
         isolation: whether execd may mount inside the sandbox, for isolated sessions.
+        held: whether execd starts no program before its first init, which names the entrypoint.
         ca_root: PEM that the sandbox's programs trust beside the operator's roots. No worker trusts it.
         execd_token_sha256: of the token that execd accepts, in hexadecimal.
         selection: which policy the sandbox has, as a JSON text. Only the compiler reads it.
@@ -133,6 +134,7 @@ class Launch(Request[PolicyInForce]):
     pids: int
     disk_bytes: int | None
     isolation: bool
+    held: bool
     ca_root: str = field(repr=False)
     execd_token_sha256: str
     selection: str = field(repr=False)

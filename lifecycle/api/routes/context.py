@@ -8,8 +8,10 @@ from fastapi import Depends, Request
 from lifecycle.api.credentials import Tokens
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.routes import EgressApi
+from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.orchestrator import Orchestrator
+from lifecycle.sandboxes.pools import Pools
 from lifecycle.sandboxes.registry import Registry
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
@@ -36,6 +38,8 @@ class Context:
     rows: Rows
     orchestrator: Orchestrator
     creations: Creations
+    pools: Pools
+    clock: Clock
     egress: Egress
     egress_api: EgressApi
     tokens: Tokens

@@ -81,7 +81,7 @@ async def get(server: Server, sandbox: str) -> dict[str, Any]:
 @router.delete("/sandboxes/{sandbox}", status_code=204)
 async def delete(server: Server, sandbox: str) -> Response:
     """Remove a sandbox. The answer is sent after the removal."""
-    await server.orchestrator.remove(sandbox, "deleted by the API")
+    await server.orchestrator.remove(sandbox, "deleted by the API", idle=False)
     return Response(status_code=204)
 
 

@@ -20,16 +20,6 @@ async def templates(template: str = "") -> None:
     raise ApiError(501, "FSB::API_NOT_SUPPORTED", "Templates are not supported by this server.")
 
 
-@router.get("/pools")
-@router.post("/pools")
-@router.get("/pools/{pool}")
-@router.put("/pools/{pool}")
-@router.delete("/pools/{pool}")
-async def pools(pool: str = "") -> None:
-    """Server-side pools."""
-    raise ApiError(501, "KUBERNETES::POOL_NOT_SUPPORTED", "Pools are not supported by this server.")
-
-
 @router.post("/sandboxes/{sandbox}/snapshots")
 async def create_snapshot(server: Server, sandbox: str) -> None:
     """Snapshots."""
