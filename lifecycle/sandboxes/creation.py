@@ -245,7 +245,7 @@ def pool_of(request: CreatePool, limits: SandboxLimits, now: float) -> Pool:
         image=container.image.strip(),
         entrypoint=words,
         runtime=runtime or limits.default_runtime,
-        resources=resolve(given or {}, limits.defaults, limits.maxima),
+        resources=resolve(given or {}, limits.defaults, limits.maxima, "template.spec.containers[0].resources.limits"),
         capacity=capacity_of(request.capacity_spec),
         created_at=now,
     )

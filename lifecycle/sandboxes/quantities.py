@@ -81,44 +81,46 @@ def check_names(resources: Mapping[str, str], field: str) -> None:
             raise invalid(f"{unknown((field, name))}; known are {', '.join(_NAMES)}.")
 
 
-def resolve(limits: Mapping[str, str], defaults: Resources, maxima: Resources) -> Resources:
-    """Convert `resourceLimits` into the limits of a sandbox.
+def resolve(
+    limits: Mapping[str, str], defaults: Resources, maxima: Resources, field: str = "resourceLimits"
+) -> Resources:
+    """Convert the limits in a field of a call into the limits of a sandbox.
 
     Raises:
         ApiError: a value cannot be parsed, is above the maximum, or names an unknown resource.
     """
-    check_names(limits, "resourceLimits")
-    cpu_nanos = _parse(limits, "cpu", cpu) or defaults.cpu_nanos
-    memory_bytes = _parse(limits, "memory", memory) or defaults.memory_bytes
-    pids = _parse(limits, "pids", _positive) or defaults.pids
+    check_names(limits, field)
+    cpu_nanos = _parse(limits, "cpu", cpu, field) or defaults.cpu_nanos
+    memory_bytes = _parse(limits, "memory", memory, field) or defaults.memory_bytes
+    pids = _parse(limits, "pids", _positive, field) or defaults.pids
     if "gpu" in limits:
         if limits["gpu"] != "all":
-            _parse(limits, "gpu", _positive)
-        raise invalid("resourceLimits.gpu: this server offers no GPUs.")
+            _parse(limits, "gpu", _positive, field)
+        raise invalid(f"{field}.gpu: this server offers no GPUs.")
     if memory_bytes < MEMORY_FLOOR:
-        raise invalid(f"resourceLimits.memory: at least {MEMORY_FLOOR // 1024**2}Mi.")
+        raise invalid(f"{field}.memory: at least {MEMORY_FLOOR // 1024**2}Mi.")
     if cpu_nanos > maxima.cpu_nanos:
-        raise invalid(f"resourceLimits.cpu: over this server's maximum of {Decimal(maxima.cpu_nanos) / _NANO} cores.")
+        raise invalid(f"{field}.cpu: over this server's maximum of {Decimal(maxima.cpu_nanos) / _NANO} cores.")
     if memory_bytes > maxima.memory_bytes:
-        raise invalid(f"resourceLimits.memory: over this server's maximum of {maxima.memory_bytes} bytes.")
+        raise invalid(f"{field}.memory: over this server's maximum of {maxima.memory_bytes} bytes.")
     if pids > maxima.pids:
-        raise invalid(f"resourceLimits.pids: over this server's maximum of {maxima.pids}.")
-    return Resources(cpu_nanos, memory_bytes, pids, _disk(limits, defaults.disk_bytes, maxima.disk_bytes))
+        raise invalid(f"{field}.pids: over this server's maximum of {maxima.pids}.")
+    return Resources(cpu_nanos, memory_bytes, pids, _disk(limits, defaults.disk_bytes, maxima.disk_bytes, field))
 
 
-def _disk(limits: Mapping[str, str], default: int | None, maximum: int | None) -> int | None:
+def _disk(limits: Mapping[str, str], default: int | None, maximum: int | None, field: str) -> int | None:
     """Return the size of the sandbox's disk. If both names of it are given, the smaller value counts."""
     named = [key for key in _DISK_KEYS if key in limits]
-    sizes = [size for key in named if (size := _parse(limits, key, memory)) is not None]
+    sizes = [size for key in named if (size := _parse(limits, key, memory, field)) is not None]
     if maximum is None:
         if named:
-            raise invalid(f"resourceLimits.{named[0]}: this server does not limit disks.")
+            raise invalid(f"{field}.{named[0]}: this server does not limit disks.")
         return None
     wanted = min(sizes) if sizes else default
     if wanted is None or wanted > maximum:
-        raise invalid(f"resourceLimits.disk: over this server's maximum of {maximum} bytes.")
+        raise invalid(f"{field}.disk: over this server's maximum of {maximum} bytes.")
     if wanted < DISK_FLOOR:
-        raise invalid(f"resourceLimits.disk: at least {DISK_FLOOR // 1024**2}Mi.")
+        raise invalid(f"{field}.disk: at least {DISK_FLOOR // 1024**2}Mi.")
     return wanted
 
 
@@ -128,10 +130,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parse(limits: Mapping[str, str], key: str, parse: Callable[[str], int]) -> int | None:
+def _parse(limits: Mapping[str, str], key: str, parse: Callable[[str], int], field: str) -> int | None:
     if key not in limits:
         return None
     try:
         return parse(limits[key])
     except ValueError as error:
-        raise invalid(f"resourceLimits.{key}: {error}.") from None
+        raise invalid(f"{field}.{key}: {error}.") from None

@@ -92,6 +92,24 @@ policies:
 
 type Route = tuple[str, str]
 
+POOL: dict[str, Any] = {
+    "name": "p",
+    "template": {
+        "spec": {
+            "containers": [
+                {
+                    "name": "c",
+                    "image": IMAGE,
+                    "command": ["tail"],
+                    "args": ["-f", "/dev/null"],
+                    "resources": {"limits": {"cpu": "1"}},
+                }
+            ],
+            "runtimeClassName": "runc",
+        }
+    },
+    "capacitySpec": {"bufferMin": 0, "bufferMax": 0, "poolMin": 0, "poolMax": 1},
+}
 LIFECYCLE: dict[Route, list[Any]] = {
     ("POST", "/sandboxes"): [CREATE, OPEN_DEFAULT],
     ("POST", "/sandboxes/{sandbox}/renew-expiration"): [{"expiresAt": "2099-01-01T00:00:00Z"}],
@@ -102,6 +120,8 @@ LIFECYCLE: dict[Route, list[Any]] = {
     ],
     ("PATCH", "/sandboxes/{sandbox}/networkpolicy"): [RULES[:2]],
     ("DELETE", "/sandboxes/{sandbox}/networkpolicy"): [["api.example.org"]],
+    ("POST", "/pools"): [POOL],
+    ("PUT", "/pools/{pool}"): [{"capacitySpec": POOL["capacitySpec"]}],
     ("POST", "/metrics/events"): [
         {"eventType": "sandbox.create", "createDurationMs": 5, "success": True, "sandboxId": "s", "image": "i"}
     ],
@@ -169,7 +189,16 @@ class Caller:
         return await self.client.request(method, f"/v1/sandboxes/{self.sandbox}/proxy/18080{path}", json=body)
 
     async def lifecycle(self, method: str, path: str, body: Any) -> httpx.Response:
-        return await self.client.request(method, f"/v1{path.format(sandbox=self.sandbox)}", json=body)
+        return await self.client.request(method, f"/v1{path.format(sandbox=self.sandbox, pool='p')}", json=body)
+
+    async def pool(self, route: Route, body: Any) -> httpx.Response:
+        """Send a body about a pool, which gives no permission to a sandbox. No pool is left."""
+        if route[0] == "PUT":
+            await self.lifecycle("POST", "/pools", POOL)
+        answer = await self.lifecycle(*route, body)
+        for made in (await self.client.get("/v1/pools")).json()["items"]:
+            await self.client.delete(f"/v1/pools/{made['name']}")
+        return answer
 
     async def call(self, route: Route, body: Any) -> tuple[httpx.Response, frozenset[str]]:
         """Send a body to a sandbox that no call has changed.
@@ -177,6 +206,8 @@ class Caller:
         Return the answer and the sandbox's permissions after it.
         """
         method, path = route
+        if path.startswith("/pools"):
+            return await self.pool(route, body), frozenset()
         if not self.sandbox:
             await self.renewed(vault=route == ("PATCH", "/credential-vault"))
         send = self.lifecycle if route in LIFECYCLE else self.egress

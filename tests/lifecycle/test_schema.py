@@ -17,6 +17,7 @@ from lifecycle.database.schema import HEAD, VERSION_TABLE, metadata
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, SchemaError, State
 
 SCRIPTS = Path(migrations.__file__).parent
+LATER = f"{int(HEAD) + 1:04}"
 ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), "runc")
 
 
@@ -24,8 +25,8 @@ def later(directory: Path, statements: str) -> Path:
     """Make the migrations of a release after this one: one more, with these statements."""
     scripts = directory / "scripts"
     shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    script = "from alembic import op\nrevision = '0003'\ndown_revision = '0002'\n\n\ndef upgrade():\n    "
-    (scripts / "versions" / "v0003_later.py").write_text(script + statements)
+    script = f"from alembic import op\nrevision = '{LATER}'\ndown_revision = '{HEAD}'\n\n\ndef upgrade():\n    "
+    (scripts / "versions" / f"v{LATER}_later.py").write_text(script + statements)
     return scripts
 
 
@@ -44,14 +45,15 @@ def test_the_migrations_make_the_table_that_the_statements_use(backend: Database
 def test_a_database_of_a_newer_release_is_refused(backend: DatabaseConfig | None, tmp_path: Path) -> None:
     """The message has both numbers and a remedy, and no password. Nothing is changed."""
     opened = database(backend, tmp_path / "state.db")
-    migrate(opened, OWNER, scripts=later(tmp_path, "op.execute('CREATE TABLE more (id TEXT)')"), head="0003")
+    migrate(opened, OWNER, scripts=later(tmp_path, "op.execute('CREATE TABLE more (id TEXT)')"), head=LATER)
     for _ in range(2):
-        with pytest.raises(SchemaError, match=r"has schema 0003, .*newer release.* schema 0002\. .*put back") as caught:
+        said = rf"has schema {LATER}, .*newer release.* schema {HEAD}\. .*put back"
+        with pytest.raises(SchemaError, match=said) as caught:
             migrate(opened, OWNER)
         assert "password" not in str(caught.value)
-        assert (backend is None) == ("state.db.schema-2" in str(caught.value))
+        assert (backend is None) == (f"state.db.schema-{int(HEAD)}" in str(caught.value))
     with opened.statement() as connection:
-        assert ["0003"] == connection.execute(text("SELECT version_num FROM sallyport_schema")).scalars().all()
+        assert [LATER] == connection.execute(text("SELECT version_num FROM sallyport_schema")).scalars().all()
     opened.close()
 
 
@@ -64,7 +66,7 @@ def test_a_migration_that_fails_undoes_all(backend: DatabaseConfig | None, tmp_p
     steps = ("DELETE FROM sandboxes", "ALTER TABLE sandboxes ADD COLUMN more TEXT", "DROP TABLE nowhere")
     scripts = later(tmp_path, "\n    ".join(f"op.execute('{step}')" for step in steps))
     with pytest.raises(RegistryError, match=r"the migration failed and changed nothing: .*nowhere"):
-        migrate(opened, OWNER, scripts=scripts, head="0003")
+        migrate(opened, OWNER, scripts=scripts, head=LATER)
     migrate(opened, OWNER)
     assert [ROW] == rows.all()
     opened.close()
@@ -76,6 +78,6 @@ def test_a_migration_that_raises_undoes_all(backend: DatabaseConfig | None, tmp_
     migrate(opened, OWNER)
     scripts = later(tmp_path, "op.execute('DROP TABLE sandboxes')\n    raise ZeroDivisionError('by hand')")
     with pytest.raises(SchemaError, match="the migration failed and changed nothing: by hand"):
-        migrate(opened, OWNER, scripts=scripts, head="0003")
+        migrate(opened, OWNER, scripts=scripts, head=LATER)
     migrate(opened, OWNER)
     opened.close()

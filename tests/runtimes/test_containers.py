@@ -28,7 +28,7 @@ def test_a_request_cannot_make_the_sandbox_trust_another_ca() -> None:
 
 
 def test_execd_starts_the_entrypoint() -> None:
-    assert command("00", ["sh", "-c", "x"])[-4:] == ["--", "sh", "-c", "x"]
+    assert command("00", ["sh", "-c", "x"], held=False)[-4:] == ["--", "sh", "-c", "x"]
 
 
 def test_mounted_files_are_readable_by_every_user_inside(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_each_container_has_a_launch_and_a_machine_id_of_its_own(tmp_path: Path)
     for name, form in (("launch", "[0-9a-f]{64}\n"), ("machine-id", "[0-9a-f]{32}\n")):
         texts = [(place / name).read_text() for place in files]
         assert len(set(texts)) == 2 and all(re.fullmatch(form, text) for text in texts)
-    arguments = command("00", ["x"])
+    arguments = command("00", ["x"], held=False)
     assert LAUNCH == arguments[arguments.index("--launch-file") + 1]
 
 
