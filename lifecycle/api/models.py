@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from lifecycle.sandboxes.pool import Count, Pool
+from lifecycle.sandboxes.pool import Count, SandboxPool
 from lifecycle.sandboxes.registry import Sandbox
 
 type Text = Annotated[str, StringConstraints(max_length=4096)]
@@ -312,11 +312,11 @@ def shown(sandbox: Sandbox) -> dict[str, Any]:
     """Render a `Sandbox`."""
     body = created(sandbox) | {"image": {"uri": sandbox.image}}
     if sandbox.pool:
-        body["allocation"] = {"mode": "pool", "poolRef": Pool.named_by(sandbox.pool), "state": "allocated"}
+        body["allocation"] = {"mode": "pool", "poolRef": SandboxPool.named_by(sandbox.pool), "state": "allocated"}
     return body
 
 
-def pool(found: Pool, count: Count) -> dict[str, Any]:
+def pool(found: SandboxPool, count: Count) -> dict[str, Any]:
     """Render a pool."""
     capacity = found.capacity
     status = {

@@ -17,7 +17,7 @@ from sqlalchemy.engine import Connection
 from lifecycle.database.engine import Database
 from lifecycle.database.migrations import migrate
 from lifecycle.database.schema import pools, sandboxes
-from lifecycle.sandboxes.pool import Capacity, Pool
+from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 
 _NAMES = tuple(item.name for item in fields(Sandbox))
@@ -191,24 +191,24 @@ class SandboxTable:
             rows = connection.execute(_IDLE, self._own(pool=pool, idle=True, number=number))
             return [str(row[0]) for row in rows]
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[SandboxPool]:
         """Return every pool, by name."""
         with self._database.statement() as connection:
             rows = connection.execute(_POOLS.order_by(pools.c.name), self._own())
-            return [Pool.from_json(row[0]) for row in rows]
+            return [SandboxPool.from_json(row[0]) for row in rows]
 
-    def pool(self, name: str) -> Pool | None:
+    def pool(self, name: str) -> SandboxPool | None:
         """Return one pool."""
         with self._database.statement() as connection:
             return _pool(connection, self._own(pool=name))
 
-    def add_pool(self, pool: Pool) -> bool:
+    def add_pool(self, pool: SandboxPool) -> bool:
         """Insert a pool. Return whether there was none of its name."""
         values = {"owner": self._owner, "name": pool.name, "document": pool.to_json()}
         with self._database.statement() as connection:
             return connection.execute(self._add_pool, values).rowcount > 0
 
-    def resize_pool(self, name: str, capacity: Capacity) -> Pool | None:
+    def resize_pool(self, name: str, capacity: Capacity) -> SandboxPool | None:
         """Read, change and write one pool in one transaction."""
         with self._database.transaction() as connection:
             found = _pool(connection, self._own(pool=name))
@@ -248,9 +248,9 @@ def _add_pool(dialect: str) -> Any:
     return insert.on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
 
-def _pool(connection: Connection, parameters: dict[str, Any]) -> Pool | None:
+def _pool(connection: Connection, parameters: dict[str, Any]) -> SandboxPool | None:
     row = connection.execute(_POOL, parameters).one_or_none()
-    return None if row is None else Pool.from_json(row[0])
+    return None if row is None else SandboxPool.from_json(row[0])
 
 
 def _values(sandbox: Sandbox) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.models import HOOKS_VARIABLE, CapacitySpec, Create, CreatePool
 from lifecycle.sandboxes import labels
-from lifecycle.sandboxes.pool import Capacity, Pool
+from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.strict import unknown
@@ -78,7 +78,7 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class MemberClaim:
     """What a create call that names a pool says about its member. What it leaves out is the pool's.
 
     Attributes:
@@ -114,7 +114,7 @@ class Plan:
     credential_proxy: bool
     secure_access: bool
     renew_seconds: int | None
-    claim: Claim | None = None
+    claim: MemberClaim | None = None
     """The pool whose member the sandbox becomes; None to launch one."""
     held_for: str = ""
     """The key of the pool for which an idle member is launched, or empty."""
@@ -175,7 +175,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     )
 
 
-def _claim(request: Create, extensions: Mapping[str, str]) -> Claim | None:
+def _claim(request: Create, extensions: Mapping[str, str]) -> MemberClaim | None:
     name = extensions.get(POOL_EXTENSION)
     if name is None:
         return None
@@ -187,7 +187,7 @@ def _claim(request: Create, extensions: Mapping[str, str]) -> Claim | None:
         if given:
             raise invalid(f"{field_name} cannot be combined with extensions.poolRef.")
     image = request.image.uri.strip() if request.image else ""
-    return Claim(name, image or None, extensions.get(RUNTIME_EXTENSION), dict(request.resource_limits or {}))
+    return MemberClaim(name, image or None, extensions.get(RUNTIME_EXTENSION), dict(request.resource_limits or {}))
 
 
 def _check_claimed(env: Mapping[str, str]) -> None:
@@ -196,7 +196,7 @@ def _check_claimed(env: Mapping[str, str]) -> None:
             raise invalid(f"env: {name[:80]!r} cannot be given to a sandbox of a pool.")
 
 
-def claimed(plan: Plan, pool: Pool) -> Plan:
+def claimed(plan: Plan, pool: SandboxPool) -> Plan:
     """Complete the plan of a claim with what its pool has.
 
     Raises:
@@ -224,7 +224,7 @@ def claimed(plan: Plan, pool: Pool) -> Plan:
     )
 
 
-def pool_of(request: CreatePool, limits: SandboxLimits, now: float) -> Pool:
+def pool_of(request: CreatePool, limits: SandboxLimits, now: float) -> SandboxPool:
     """Check the call that creates a pool.
 
     Raises:
@@ -239,9 +239,9 @@ def pool_of(request: CreatePool, limits: SandboxLimits, now: float) -> Pool:
     words = (*(container.command or ()), *(container.args or ())) or IDLE_ENTRYPOINT
     _entrypoint(words)
     given = container.resources.limits if container.resources else None
-    return Pool(
+    return SandboxPool(
         name=request.name,
-        incarnation=secrets.token_hex(4),
+        mark=secrets.token_hex(4),
         image=container.image.strip(),
         entrypoint=words,
         runtime=runtime or limits.default_runtime,
@@ -262,7 +262,7 @@ def capacity_of(given: CapacitySpec) -> Capacity:
     return Capacity(given.buffer_min, given.buffer_max, given.pool_min, given.pool_max)
 
 
-def idle_member(pool: Pool, limits: SandboxLimits) -> Plan:
+def idle_member(pool: SandboxPool, limits: SandboxLimits) -> Plan:
     """Return the plan of an idle member: no access, no expiry, and only the variables of every sandbox."""
     return Plan(
         image=pool.image,

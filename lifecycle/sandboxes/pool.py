@@ -44,15 +44,15 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SandboxPool:
     """A pool. A caller of a claim can replace `entrypoint`, and nothing else of this.
 
     Attributes:
-        incarnation: differs from that of each former pool of this name, whose members are not its members.
+        mark: differs from that of each former pool of this name. Members of a former pool are not members of this one.
     """
 
     name: str
-    incarnation: str
+    mark: str
     image: str
     entrypoint: tuple[str, ...]
     runtime: str
@@ -62,8 +62,8 @@ class Pool:
 
     @property
     def key(self) -> str:
-        """Return the mark of its members' rows."""
-        return f"{self.name}@{self.incarnation}"
+        """Return what its members' rows have as their pool."""
+        return f"{self.name}@{self.mark}"
 
     @property
     def revision(self) -> str:
@@ -71,7 +71,7 @@ class Pool:
         made_from = (self.image, self.entrypoint, self.runtime, asdict(self.resources))
         return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
 
-    def resized(self, capacity: Capacity) -> "Pool":
+    def resized(self, capacity: Capacity) -> "SandboxPool":
         """Return the pool with another capacity."""
         return replace(self, capacity=capacity)
 
@@ -85,7 +85,7 @@ class Pool:
         return key.partition("@")[0]
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "Pool":
+    def from_json(cls, document: Mapping[str, Any]) -> "SandboxPool":
         """Read the stored form."""
         given = dict(document)
         given["entrypoint"] = tuple(given["entrypoint"])

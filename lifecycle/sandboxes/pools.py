@@ -22,7 +22,7 @@ from lifecycle.sandboxes.creation import SandboxLimits, idle_member
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.members import Members, unknown_pool
 from lifecycle.sandboxes.orchestrator import Orchestrator
-from lifecycle.sandboxes.pool import Capacity, Count, Pool
+from lifecycle.sandboxes.pool import Capacity, Count, SandboxPool
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.transaction import Creations
 
@@ -81,7 +81,7 @@ class Pools:
 
     # -- what callers ask for
 
-    async def create(self, pool: Pool) -> Pool:
+    async def create(self, pool: SandboxPool) -> SandboxPool:
         """Add a pool. Its members are made afterwards.
 
         Raises:
@@ -99,7 +99,7 @@ class Pools:
         self._members.wanted.set()
         return pool
 
-    async def get(self, name: str) -> tuple[Pool, Count]:
+    async def get(self, name: str) -> tuple[SandboxPool, Count]:
         """Return a pool and the number of its members.
 
         Raises:
@@ -110,12 +110,12 @@ class Pools:
             raise unknown_pool(name)
         return pool, self._count(pool, await self._registry.all())
 
-    async def all(self) -> list[tuple[Pool, Count]]:
+    async def all(self) -> list[tuple[SandboxPool, Count]]:
         """Return every pool and the number of its members, by name."""
         rows = await self._registry.all()
         return [(pool, self._count(pool, rows)) for pool in await self._registry.pools()]
 
-    async def resize(self, name: str, capacity: Capacity) -> tuple[Pool, Count]:
+    async def resize(self, name: str, capacity: Capacity) -> tuple[SandboxPool, Count]:
         """Change the capacity of a pool. Its members follow.
 
         Raises:
@@ -141,7 +141,7 @@ class Pools:
             raise unknown_pool(name)
         self._members.wanted.set()
 
-    def _count(self, pool: Pool, rows: Sequence[Sandbox]) -> Count:
+    def _count(self, pool: SandboxPool, rows: Sequence[Sandbox]) -> Count:
         own = [row for row in rows if row.pool == pool.key]
         return Count(
             idle=sum(row.idle and row.state is State.RUNNING for row in own),
@@ -206,7 +206,7 @@ class Pools:
             self._members.full = frozenset(full)
             self._members.arrived()
 
-    def _is_ready(self, row: Sandbox, pool: Pool) -> bool:
+    def _is_ready(self, row: Sandbox, pool: SandboxPool) -> bool:
         return row.idle and row.pool == pool.key and row.state is State.RUNNING
 
     def _is_over(self, row: Sandbox) -> bool:
@@ -215,7 +215,7 @@ class Pools:
             return row.created_at + OLDEST_SECONDS < self._clock()
         return row.state not in (State.PENDING, State.STOPPING)
 
-    def _make(self, pool: Pool, state: _State) -> None:
+    def _make(self, pool: SandboxPool, state: _State) -> None:
         if asyncio.get_running_loop().time() < state.due:
             return
         member = _Member()
@@ -223,7 +223,7 @@ class Pools:
         member.task = asyncio.create_task(self._launch(pool, state, member), name=f"pool-{pool.name}")
         member.task.add_done_callback(lambda _: state.making.discard(member))
 
-    async def _launch(self, pool: Pool, state: _State, member: _Member) -> None:
+    async def _launch(self, pool: SandboxPool, state: _State, member: _Member) -> None:
         try:
             creation = await self._creations.begin(idle_member(pool, self._limits))
             member.sandbox = creation.sandbox

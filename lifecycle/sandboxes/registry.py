@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from lifecycle.sandboxes.pool import Capacity, Pool
+from lifecycle.sandboxes.pool import Capacity, SandboxPool
 
 if TYPE_CHECKING:
     from lifecycle.database.table import SandboxTable
@@ -176,19 +176,19 @@ class Registry:
         """Return the ids of at most `number` idle members of a pool that can be claimed, the oldest first."""
         return await self._look_up(lambda: self._table.idle(pool, number))
 
-    async def pools(self) -> list[Pool]:
+    async def pools(self) -> list[SandboxPool]:
         """Return every pool, by name."""
         return await self._look_up(self._table.pools)
 
-    async def pool(self, name: str) -> Pool | None:
+    async def pool(self, name: str) -> SandboxPool | None:
         """Return one pool, or None."""
         return await self._look_up(lambda: self._table.pool(name))
 
-    async def add_pool(self, pool: Pool) -> bool:
+    async def add_pool(self, pool: SandboxPool) -> bool:
         """Add a pool. Return whether it was added: another one can have its name."""
         return await self._run(lambda: self._table.add_pool(pool))
 
-    async def resize_pool(self, name: str, capacity: Capacity) -> Pool | None:
+    async def resize_pool(self, name: str, capacity: Capacity) -> SandboxPool | None:
         """Change the capacity of a pool. Return the pool, or None if there is no such pool."""
         return await self._run(lambda: self._table.resize_pool(name, capacity))
 

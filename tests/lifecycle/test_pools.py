@@ -1,4 +1,8 @@
-"""Pools: a claim has all parts of its call, members follow the capacity, and no caller sees an idle one."""
+"""Pools: a claim has all parts of its call, members follow the capacity, and no caller sees an idle one.
+
+It tests `lifecycle/api/routes/pools.py`, `lifecycle/sandboxes/pools.py`, `lifecycle/sandboxes/members.py` and
+`lifecycle/proxy/handover.py`, on the schema of `lifecycle/database/versions/v0003_pools.py`.
+"""
 
 import asyncio
 import json
@@ -13,7 +17,7 @@ from standins import IMAGE, KEY, World, world
 
 import wire
 from lifecycle.sandboxes import members, pools
-from lifecycle.sandboxes.pool import Capacity, Pool
+from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.registry import Sandbox, State
 from policy.compiled import CompiledPolicy
@@ -391,10 +395,10 @@ def test_a_capacity_never_asks_for_both_and_reaches_rest(
 
 
 def test_a_pool_keeps_its_stored_form() -> None:
-    whole = Pool("p", "1", "image", ("a", "b"), "runc", Resources(1, 2, 3, None), Capacity(1, 2, 3, 4), 5.0)
-    assert whole == Pool.from_json(json.loads(json.dumps(whole.to_json())))
+    whole = SandboxPool("p", "1", "image", ("a", "b"), "runc", Resources(1, 2, 3, None), Capacity(1, 2, 3, 4), 5.0)
+    assert whole == SandboxPool.from_json(json.loads(json.dumps(whole.to_json())))
     assert whole.revision != replace(whole, image="other").revision
-    assert "p" == Pool.named_by(whole.key)
+    assert "p" == SandboxPool.named_by(whole.key)
 
 
 def test_the_bounds_are_below_the_time_out_of_the_clients() -> None:

@@ -1,5 +1,7 @@
 """A sandbox of a pool equals a launched one: policy, secrets, variables, output, limits, removal. Before its claim no
 program runs in it.
+
+It tests `lifecycle/sandboxes/pools.py` and `lifecycle/proxy/handover.py`.
 """
 
 import os
