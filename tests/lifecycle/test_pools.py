@@ -29,6 +29,7 @@ TEMPLATE: dict[str, Any] = {"spec": {"containers": [{"image": IMAGE, "command": 
 CLAIM: dict[str, Any] = {"extensions": {"poolRef": "p"}}
 POLICY = """
 version: 1
+default: open
 policies:
   open: {rules: [{id: all, host: api.example.com}]}
   inside: {rules: [{id: one, host: api.example.com, inject: {secret: token, as: bearer}}]}
