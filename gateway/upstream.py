@@ -4,7 +4,8 @@
   answers and the address that the sandbox dialled are not used.
 - `policy.destination` judges every address before the dial and again after the connection, each time under the policy
   in force. The socket connects to exactly the judged address; no name is resolved in between.
-- The host's own addresses, also public ones, are dialled only if the operator has excepted or mapped them.
+- The host's own addresses, also public ones, are dialled only if the operator has excepted or mapped them. The kernel
+  is asked before the dial. After it the socket's own address says the same, also if the host got the address meanwhile.
 - Addresses are dialled one after the other, in the order of the resolver (IPv4 and IPv6 alternate) or of the operator.
   Those without a route are passed over. An address that does not answer delays the next one by two seconds.
 - The unprivileged worker makes the sockets, so the guard's rules by uid apply to them.
@@ -21,7 +22,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from gateway.config import GatewayConfig
 from gateway.described import Announce
@@ -188,6 +189,8 @@ class UpstreamDialler:
                 except (OSError, TimeoutError):
                     continue
                 try:
+                    if is_own(destination.address, ip_address(sock.getsockname()[0])):
+                        destination = replace(destination, own=True)
                     self._judged(destination)
                     return UpstreamConnection(sock, destination)
                 except BaseException:
@@ -204,22 +207,29 @@ class UpstreamDialler:
             DialError: none is allowed, or none of these has a route.
         """
         config = self._usable()
-        answers = [(one, judge(config, one)) for one in destinations]
+        sources = {one.address: source(one.address) for one in destinations}
+        known = [replace(one, own=is_own(one.address, sources[one.address])) for one in destinations]
+        answers = [(one, judge(config, one, own=one.own)) for one in known]
         allowed = [(one, answer) for one, answer in answers if isinstance(answer, AllowAddress)]
         for _, refused in answers:
             if not allowed and isinstance(refused, Deny):
                 raise _refusal(refused)
-        routed = [(one, answer) for one, answer in allowed if source(one.address) is not None]
+        routed = [(one, answer) for one, answer in allowed if sources[one.address] is not None]
         if not routed:
             raise DialError(DialFailure.CONNECT, "the gateway's host has no route to an address of the host")
         return [one for one, answer in sorted(routed, key=lambda pair: pair[1].observed is not None)]
 
     def _judged(self, destination: Destination) -> AllowAddress:
         """Judge the destination under the present policy and guard; both can change at each wait."""
-        answer = judge(self._usable(), destination)
+        answer = judge(self._usable(), destination, own=destination.own)
         if isinstance(answer, Deny):
             raise _refusal(answer)
         return answer
+
+
+def is_own(address: IPv4Address | IPv6Address, source_address: IPv4Address | IPv6Address | None) -> bool:
+    """Return whether an address belongs to this host: packets to it have it as their source."""
+    return address == source_address
 
 
 def literal(address: IPv4Address | IPv6Address, port: int) -> Destination:
@@ -227,9 +237,13 @@ def literal(address: IPv4Address | IPv6Address, port: int) -> Destination:
     return Destination(None, address, port, Scheme.HTTPS, AddressSource.LITERAL)
 
 
-def judge(config: GatewayConfig, destination: Destination) -> AllowAddress | Deny:
-    """Judge `destination` with the operator's exceptions and this host's own addresses."""
-    own = own_address(destination.address)
+def judge(config: GatewayConfig, destination: Destination, *, own: bool | None = None) -> AllowAddress | Deny:
+    """Judge `destination` with the operator's exceptions.
+
+    Args:
+        own: whether the address is one of this host; None to ask the kernel.
+    """
+    own = own_address(destination.address) if own is None else own
     return decide_address(config.policy, replace(destination, own=own), config.constants.allowed_addresses)
 
 

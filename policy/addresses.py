@@ -11,6 +11,7 @@ OpenSandbox's egress specification lists.
 """
 
 from enum import StrEnum
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 type IPAddress = IPv4Address | IPv6Address
@@ -152,6 +153,7 @@ def _parse(ip: IPAddress | str) -> IPAddress:
     return address
 
 
+@lru_cache(maxsize=4096)
 def _judge(address: IPAddress) -> tuple[AddressClass, IPNetwork, IPv4Address | None]:
     """Return the class, its table entry, and the embedded IPv4 address (None if there is none)."""
     if isinstance(address, IPv4Address):

@@ -208,11 +208,11 @@ def _names() -> None:
         treatment = Treatment.INSPECT if facts.scheme is Scheme.HTTP else Treatment.SPLICE
         return AllowFlow("off", treatment) if isinstance(answer, Deny) else answer
 
-    def any_name(real: Any, *arguments: Any) -> Any:
+    def any_name(real: Any, *arguments: Any, **named: Any) -> Any:
         """Allow any name. The address class is still judged, because it is a separate defence."""
-        answer = real(*arguments)
-        named = isinstance(answer, Deny) and not answer.rule.startswith("address-class:")
-        return AllowAddress("off") if named else answer
+        answer = real(*arguments, **named)
+        by_name = isinstance(answer, Deny) and not answer.rule.startswith("address-class:")
+        return AllowAddress("off") if by_name else answer
 
     replaced(queries, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
     replaced(accept, "decide_flow", "SNI check", any_flow)
@@ -221,7 +221,8 @@ def _names() -> None:
     replaced(upstream, "judge", "name check of resolver and dialler", any_name)
     replaced(destination, "dialable", "address classifier", lambda real, *_: None)
     replaced(upstream, "own_address", "address classifier", lambda real, *_: False)
-    replaced(upstream, "judge", "name-to-address check", lambda real, *_: AllowAddress("off"))
+    replaced(upstream, "is_own", "address classifier", lambda real, *_: False)
+    replaced(upstream, "judge", "name-to-address check", lambda real, *_, **__: AllowAddress("off"))
     replaced(server, "judge_answer", "name-to-address check", lambda real, *_: AllowAddress("off"))
 
 
