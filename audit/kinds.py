@@ -73,6 +73,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "engine": "the HTTP engine that inspected the flow",
     "entry": "the entry of `always_deny` or `always_allow` that `rule` names",
     "error": "what went wrong",
+    "expires": "when the signed route expires, in seconds since 1970",
     "flow": "id of the TCP flow",
     "host": "the name that the flow, request or query is for; policy judged this name",
     "hosts": "the hosts that the secret is bound to, or that the grants name",
@@ -246,6 +247,14 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
     ),
     "lifecycle.pause": _kind("A sandbox is about to be paused.", (), "info", sandbox="sbx-1"),
     "lifecycle.resume": _kind("A sandbox is about to be resumed.", (), "info", sandbox="sbx-1"),
+    "lifecycle.signed_route": _kind(
+        "A caller is about to get a signed route to a port of a sandbox.",
+        ("port", "expires"),
+        "allow",
+        sandbox="sbx-1",
+        port=8000,
+        expires=1_767_323_045,
+    ),
     "gateway.policy": _kind(
         "A caller changes the policy of a sandbox.", ("policy",), "info", sandbox="sbx-1", policy="sha256:5f2b"
     ),

@@ -22,7 +22,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
     SERVE: frozenset(
         {
             *("lifecycle.create", "lifecycle.create_failed", "lifecycle.remove", "lifecycle.policies"),
-            *("lifecycle.claim", "lifecycle.pool"),
+            *("lifecycle.claim", "lifecycle.pool", "lifecycle.signed_route"),
             *("lifecycle.pause", "lifecycle.resume", "gateway.policy", "gateway.dropped", "gateway.restored"),
             *("vault.bind", "vault.revoke", "alarm"),
         }

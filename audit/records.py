@@ -114,6 +114,7 @@ INTEGERS = frozenset(
             "requests",
             "attempt",
             "target_generation",
+            "expires",
         ),
     }
 )

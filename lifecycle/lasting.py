@@ -1,4 +1,6 @@
-"""What a server makes once and keeps in its state directory: the key of the sandboxes' tokens, and its identity."""
+"""What a server makes once and keeps in its state directory: the key of the sandboxes' tokens, a key of signed routes,
+and its identity.
+"""
 
 import os
 import re
@@ -12,6 +14,11 @@ _IDENTITY = re.compile(r"srv-[0-9a-f]{24}")
 def token_key(directory: Path) -> bytes:
     """Return the key from which the sandboxes' tokens are derived. It is created at the first start."""
     return _lasting(directory / "token-key", lambda: secrets.token_bytes(32))
+
+
+def route_key(directory: Path) -> bytes:
+    """Return the server's own key of signed routes. It is created at the first start without configured keys."""
+    return _lasting(directory / "route-key", lambda: secrets.token_bytes(32))
 
 
 def identity(directory: Path) -> str:

@@ -5,6 +5,7 @@ outlives the process, so connections wait in it during a restart of the process.
 configuration or state database is unusable, because a restart would not help.
 """
 
+import base64
 import logging
 import os
 import socket
@@ -17,16 +18,17 @@ import uvloop
 import wire
 from lifecycle.api.app import build
 from lifecycle.api.connections import UVICORN_LOG_LEVEL, ApiConnection, expect_silence
-from lifecycle.api.credentials import Tokens
+from lifecycle.api.credentials import RouteKeys, Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.config.serve import ServeConfig
 from lifecycle.egress.policies import Policies
-from lifecycle.lasting import token_key
+from lifecycle.lasting import route_key, token_key
 from lifecycle.sandboxes.registry import RegistryError, SchemaError
 from policy.load import PolicyError
 from wire.errors import ConfigError
 
 EXIT_CONFIG = 78
+_OWN_ROUTE_KEY = "0"
 READY_FD = "SALLYPORT_READY_FD"
 
 _log = logging.getLogger("lifecycle")
@@ -36,10 +38,18 @@ async def serve(config: ServeConfig, listener: socket.socket) -> None:
     """Serve on `listener` until SIGTERM or SIGINT."""
     prepare(listener)
     policies = Policies.read(config.policy_file)
-    server = build(config, policies, Tokens(token_key(config.state_dir)))
+    server = build(config, policies, Tokens(token_key(config.state_dir)), route_keys(config))
     async with server.running():
         say_ready()
         await uvicorn.Server(http_settings(server.edge, config)).serve(sockets=[listener])
+
+
+def route_keys(config: ServeConfig) -> RouteKeys:
+    """Return the keys of signed routes: the configured ones, or one that the server makes."""
+    if config.route_keys is None:
+        return RouteKeys(_OWN_ROUTE_KEY, {_OWN_ROUTE_KEY: route_key(config.state_dir)})
+    keys = {name: base64.b64decode(key) for name, key in config.route_keys.keys.items()}
+    return RouteKeys(config.route_keys.active, keys)
 
 
 def prepare(listener: socket.socket) -> None:

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from lifecycle.api.auth import BrowserGuard
-from lifecycle.api.credentials import KeyRing, Tokens
+from lifecycle.api.credentials import KeyRing, RouteKeys, Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
 from lifecycle.api.routes import endpoints, networkpolicy, pools, sandboxes, system, unsupported
@@ -142,6 +142,7 @@ def build(
     config: ServeConfig,
     policies: Policies,
     tokens: Tokens,
+    route_keys: RouteKeys,
     *,
     clock: Clock | None = None,
     start_seconds: float = starting.SECONDS,
@@ -170,6 +171,7 @@ def build(
         egress_api,
         tokens,
         keys,
+        route_keys,
         way,
         connections=config.proxy_connections,
         renew_interval=config.renew_interval,
@@ -213,6 +215,8 @@ def build(
         egress,
         egress_api,
         tokens,
+        route_keys,
+        journal,
         config.limits,
         config.external_base,
         frozenset(config.ignored_fields),

@@ -3,6 +3,8 @@
 - Keys are stored as SHA-256 digests only. A comparison checks all of them in constant time.
 - The tokens of a sandbox are derived from one key by HMAC. So they need no storage, are the same after a restart, and
   differ per purpose. A sandbox's execd token does not reveal its egress token.
+- The signature of a signed route is an HMAC over sandbox, port and expiry, with the id of its key. Other keys can
+  verify while one signs, so keys rotate.
 - A credential in a request becomes a `Claim`. Only `lifecycle.api.auth.Caller.proves` checks it.
 """
 
@@ -10,7 +12,8 @@ import base64
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,7 +22,13 @@ EXECD_HEADER = "x-execd-access-token"
 EGRESS_HEADER = "opensandbox-egress-auth"
 SECURE_HEADER = "opensandbox-secure-access"
 
+KEY_ID = re.compile(r"[0-9a-z]", re.ASCII)
+"""The id of a key of signed routes."""
+LEAST_ROUTE_KEY = 16
+"""Bytes of a key of signed routes."""
+
 _API = "api"
+_NO_KEY = b"\0" * 32
 
 
 def digest(key: str) -> str:
@@ -111,6 +120,46 @@ class Tokens:
     def _derive(self, purpose: Purpose, sandbox: str) -> str:
         mac = hmac.new(self.key, f"{purpose}{sandbox}".encode(), hashlib.sha256).digest()
         return base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKeys:
+    """The keys of signed routes by their ids: `active` signs, each of them verifies.
+
+    A signature is 43 characters of URL-safe base64, the whole HMAC-SHA-256, and the id of its key.
+    """
+
+    active: str
+    keys: Mapping[str, bytes] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.active not in self.keys:
+            raise ValueError("the active key of signed routes is not one of the keys")
+        for name, key in self.keys.items():
+            if not KEY_ID.fullmatch(name):
+                raise ValueError("the id of a key of signed routes must be one of 0-9 and a-z")
+            if len(key) < LEAST_ROUTE_KEY:
+                raise ValueError(f"a key of signed routes has fewer than {LEAST_ROUTE_KEY} bytes")
+
+    def sign(self, *parts: str) -> str:
+        """Return the signature of a route. No part contains a line feed."""
+        return _signature(self.keys[self.active], parts) + self.active
+
+    def claim(self, signature: str, *parts: str) -> Claim:
+        """Return the claim that `signature` is that of a route.
+
+        Refused ones are counted per key, so that clients with routes of a removed key delay no other client.
+        """
+        name = signature[-1:] if KEY_ID.fullmatch(signature[-1:]) else ""
+        key = self.keys.get(name)
+        expected = _signature(_NO_KEY if key is None else key, parts) + name
+        return Claim(f"signed {name}", True, lambda: _same(signature, expected) and key is not None)
+
+
+def _signature(key: bytes, parts: tuple[str, ...]) -> str:
+    text = "\n".join(("sallyport signed route 1", *parts))
+    mac = hmac.new(key, text.encode("utf-8", "surrogateescape"), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(mac).decode().rstrip("=")
 
 
 def _same(presented: str, expected: str) -> bool:

@@ -6,7 +6,8 @@
 - Without keys (insecure mode) the Host and Origin of a request must be this server's.
 - Bodies of the API are read here, with limits on size and time. Only the proxy streams.
 
-It contains no logic of sandboxes. It recognizes the proxy route by its raw path and passes everything else to FastAPI.
+It contains no logic of sandboxes. It recognizes the proxy route and signed routes by their raw path and passes
+everything else to FastAPI.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from lifecycle.api.auth import BrowserGuard, Caller, Refusals
 from lifecycle.api.credentials import API_KEY_HEADER, KeyRing
 from lifecycle.api.errors import UNKNOWN_ERROR, ApiError, no_database
+from lifecycle.proxy import signed
 from lifecycle.proxy.headers import EGRESS_PORT
 from lifecycle.proxy.server import ROUTE, Message, Proxy, Receive, Scope, Send, read_body, refuse_websocket
 from lifecycle.sandboxes.registry import RegistryError
@@ -65,16 +67,14 @@ class Edge:
 
     async def _serve(self, scope: Scope, receive: Receive, send: "_Answer", request_id: str) -> None:
         raw = scope.get("raw_path") or scope["path"].encode()
-        route = ROUTE.fullmatch(raw)
+        by_signature = signed.ROUTE.fullmatch(raw)
+        route = by_signature or ROUTE.fullmatch(raw)
         self._check_browser(scope, to_sandbox=route is not None and route["port"] != str(EGRESS_PORT).encode())
         client = scope.get("client")
         caller = Caller.at(str(client[0]) if client else None, self.refusals)
         if route is not None:
-            target = await self.proxy.target(scope, route, caller)
-            if scope["type"] == "websocket":
-                await self.proxy.websocket(scope, receive, send, target, request_id)
-            else:
-                await self.proxy.http(scope, receive, send, target, request_id)
+            find = self.proxy.signed_target if by_signature else self.proxy.target
+            await self.proxy.serve(scope, receive, send, await find(scope, route, caller), request_id)
             return
         if scope["type"] == "websocket":
             raise ApiError(404, UNKNOWN_ERROR, "Not Found")

@@ -6,6 +6,7 @@
 A check raises `ValueError` with a text that continues after the key's name and never repeats the value.
 """
 
+import base64
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from lifecycle.api.credentials import KEY_ID, LEAST_ROUTE_KEY
 from lifecycle.sandboxes import quantities
 from runtimes.spec import LEAST_MEMORY, image_environment
 from wire.errors import ConfigError
@@ -108,6 +110,36 @@ def _images(value: Any) -> tuple[tuple[str, str, tuple[tuple[str, str], ...]], .
     return tuple(images)
 
 
+def _route_keys(value: Any) -> dict[str, bytes]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tables with key_id and key")
+    keys: dict[str, bytes] = {}
+    for item in value:
+        if not isinstance(item, dict) or set(item) != {"key_id", "key"}:
+            raise ValueError("each key has key_id and key, and nothing else")
+        name, key = str(_text(item["key_id"])), _decoded(str(_text(item["key"])))
+        if not KEY_ID.fullmatch(name) or name in keys:
+            raise ValueError("key_id must be one of 0-9 and a-z, and no two keys may have the same")
+        keys[name] = key
+    return keys
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        key = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError("a key must be base64") from None
+    if len(key) < LEAST_ROUTE_KEY:
+        raise ValueError(f"a key must have at least {LEAST_ROUTE_KEY} bytes")
+    return key
+
+
+def _key_id(value: Any) -> str:
+    if _text(value) and not KEY_ID.fullmatch(value):
+        raise ValueError("must be one of 0-9 and a-z, or empty")
+    return str(value)
+
+
 def _cpu(value: Any) -> int:
     return quantities.cpu(str(_text(value)))
 
@@ -176,6 +208,8 @@ Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
 DaemonMemory = Annotated[int, PlainValidator(_daemon_memory), Bounds(f"at least {LEAST_MEMORY >> 20}Mi")]
 Dsn = Annotated[str, PlainValidator(_dsn), Bounds("a DSN in a form of libpq, without a password")]
+RouteKeyMap = Annotated[dict[str, bytes], PlainValidator(_route_keys), Bounds(f"at least {LEAST_ROUTE_KEY} bytes each")]
+KeyId = Annotated[str, PlainValidator(_key_id), Bounds("one of 0-9 and a-z")]
 SecureRuntime = Annotated[str, PlainValidator(_docker_runtime), Bounds('`""` or `"gvisor"`')]
 
 
@@ -241,6 +275,15 @@ class SettingsModel(BaseModel):
     )
     server_timeout_graceful_shutdown: Annotated[int, Field(ge=0, le=3600)] = _key(
         "server.timeout_graceful_shutdown", 5, "seconds that requests get to finish at the end", unit="s"
+    )
+    ingress_secure_access_active_key: KeyId = _key(
+        "ingress.secure_access.active_key", "", "`key_id` of the key that signs new signed routes"
+    )
+    ingress_secure_access_keys: RouteKeyMap = _key(
+        "ingress.secure_access.keys",
+        [],
+        '`[{key_id = "a", key = "<base64>"}]`: keys of signed routes; a route is valid while its key is in the list. '
+        "Without any, the server makes one",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = _key("log.level", "INFO", "of `serve`")
     runtime_type: Literal["docker"] = _key("runtime.type", "docker", "nothing else is offered")
@@ -550,6 +593,7 @@ NOT_APPLICABLE = frozenset(
         *("docker.drop_capabilities", "docker.no_new_privileges", "docker.apparmor_profile"),
         *("docker.seccomp_profile", "storage.volume_default_size", "storage.ossfs_mount_root", "store.type"),
         *("store.path", "egress.image", "egress.mode", "egress.disable_ipv6", "egress.readiness_timeout_seconds"),
+        *("ingress.gateway.address", "ingress.gateway.route.mode"),
         *("egress.otlp_endpoint", "ingress.mode", "secure_runtime.docker_runtime", "otel.enabled", "otel.endpoint"),
         *("otel.service_name", "otel.export_interval_millis", "storage.allowed_host_paths"),
     )

@@ -1,11 +1,13 @@
 """From settings to the configuration files of hostd and its daemons.
 
 - Files are written to run_dir/launch, which only root can read. hostd gives each daemon a copy that it can read.
-- The file of `serve` contains the DSN of the state database, which may have a password.
+- The file of `serve` contains the DSN of the state database, which may have a password, and the configured keys of
+  signed routes.
 - No file contains API keys, except the file of a key that was created because none is configured. `serve` gets their
   digests.
 """
 
+import base64
 import json
 import os
 import secrets
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.api import credentials
-from lifecycle.config.serve import DatabaseConfig, ServeConfig
+from lifecycle.config.serve import DatabaseConfig, RouteKeysConfig, ServeConfig
 from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
@@ -84,6 +86,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             key.removeprefix("sha256:").lower() if key.startswith("sha256:") else credentials.digest(key)
             for key in keys
         ),
+        route_keys=route_keys(settings),
         limits=SandboxLimits(
             runtimes=tuple(settings.get("sallyport.allowed_runtimes")),
             default_runtime=settings.default_runtime,
@@ -117,6 +120,14 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         graceful_shutdown=settings.get("server.timeout_graceful_shutdown"),
         log_level=settings.get("log.level"),
     )
+
+
+def route_keys(settings: Settings) -> RouteKeysConfig | None:
+    """Return the configured keys of signed routes."""
+    found = settings.route_keys
+    if found is None:
+        return None
+    return RouteKeysConfig(found.active, {name: base64.b64encode(key).decode() for name, key in found.keys.items()})
 
 
 def database(settings: Settings) -> DatabaseConfig | None:

@@ -1,7 +1,7 @@
 """The configuration file of `serve`, which `launch` writes and `python -m lifecycle.serve` reads.
 
-It contains digests of API keys, never a key. It contains the DSN of the state database, possibly with a password: only
-root and the user of `serve` can read it. Unknown or missing keys are refused.
+It contains digests of API keys, never a key. It contains the DSN of the state database, possibly with a password, and
+keys of signed routes: only root and the user of `serve` can read it. Unknown or missing keys are refused.
 """
 
 import json
@@ -33,6 +33,14 @@ class DatabaseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteKeysConfig:
+    """The configured keys of signed routes: the id of the key that signs, and each key by its id, in base64."""
+
+    active: str
+    keys: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """The configuration of `serve`.
 
@@ -40,6 +48,7 @@ class ServeConfig:
         state_dir: its own directory: the SQLite database, the token key and the server's identity.
         database: None for SQLite.
         key_digests: SHA-256 of each API key, hexadecimal. Without any, authentication is off.
+        route_keys: None: the server makes one.
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host that the client used.
         ignored_fields: top-level request fields that are dropped if this server does not know them.
@@ -53,6 +62,7 @@ class ServeConfig:
     database: DatabaseConfig | None
     policy_file: Path | None
     key_digests: tuple[str, ...]
+    route_keys: RouteKeysConfig | None
     limits: SandboxLimits
     daemon_uids: Mapping[str, int]
     bounds: CreationBounds
@@ -108,5 +118,6 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     typed["limits"] = SandboxLimits(**limits)
     typed["daemon_uids"] = {name: int(typed["daemon_uids"][name]) for name in ("hostd", "vaultd", "auditd")}
     typed["database"] = None if typed["database"] is None else DatabaseConfig(**typed["database"])
+    typed["route_keys"] = None if typed["route_keys"] is None else RouteKeysConfig(**typed["route_keys"])
     typed["bounds"] = CreationBounds(**typed["bounds"])
     return typed

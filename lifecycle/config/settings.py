@@ -5,6 +5,8 @@
 - Unknown keys are refused with their path. Keys of the reference server without a meaning here are reported.
 - `OPENSANDBOX_SERVER_API_KEY`, when set, replaces the configured keys, even if it is empty. Without a key one is
   created at start. A server without keys needs `OPENSANDBOX_INSECURE_SERVER=YES` and a loopback address.
+- `OPENSANDBOX_SECURE_ACCESS_KEYS` (`a=<base64>,b=<base64>`) and `OPENSANDBOX_SECURE_ACCESS_ACTIVE_KEY`, when set,
+  replace the configured keys of signed routes.
 - `SALLYPORT_DATABASE_DSN`, when set, replaces the configured DSN of the state database. An empty one selects SQLite.
 
 This module reads and checks. `launch` writes the configuration of the daemons.
@@ -19,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from lifecycle.api.credentials import RouteKeys
 from lifecycle.config.keys import KEYS, NOT_APPLICABLE, SettingError, converted, defaults
 from policy.problems import meant
 from wire.endpoints import parse_endpoint, routed
@@ -26,7 +29,10 @@ from wire.endpoints import parse_endpoint, routed
 API_KEY = "OPENSANDBOX_SERVER_API_KEY"
 INSECURE = "OPENSANDBOX_INSECURE_SERVER"
 CONFIG_PATH = "SANDBOX_CONFIG_PATH"
+ROUTE_KEYS = "OPENSANDBOX_SECURE_ACCESS_KEYS"
+ACTIVE_ROUTE_KEY = "OPENSANDBOX_SECURE_ACCESS_ACTIVE_KEY"
 DATABASE_DSN = "SALLYPORT_DATABASE_DSN"
+_ROUTE_KEYS = "ingress.secure_access.keys"
 _PROJECT = Path(__file__).resolve().parents[2]
 _SYSTEM_ROOTS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
 
@@ -46,6 +52,8 @@ class Settings:
     insecure: bool = False
     database_dsn: str | None = field(default=None, repr=False)
     """The DSN of the environment. Empty selects SQLite; None: the keys decide."""
+    route_keys: RouteKeys | None = None
+    """The keys of signed routes; None: `serve` makes one."""
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or its default if the file does not set it."""
@@ -171,9 +179,39 @@ def parse(
     if any(len(key) < 16 and not key.startswith("sha256:") for key in keys):
         remarks.append(f"{origin}: an API key is shorter than 16 characters")
     insecure = not keys and environment.get(INSECURE) == "YES"
-    settings = Settings(values, origin, tuple(remarks), keys, insecure, environment.get(DATABASE_DSN))
+    settings = Settings(
+        values,
+        origin,
+        tuple(remarks),
+        keys,
+        insecure,
+        environment.get(DATABASE_DSN),
+        _route_keys(read_, environment),
+    )
     _check_whole(settings)
     return settings
+
+
+def _route_keys(settings: Settings, environment: Mapping[str, str]) -> RouteKeys | None:
+    """Return the keys of signed routes, of the environment or the file.
+
+    Raises:
+        SettingsError: without a value.
+    """
+    place, keys = f"{settings.origin}: ingress.secure_access", settings.get(_ROUTE_KEYS)
+    active = settings.get("ingress.secure_access.active_key")
+    if ROUTE_KEYS in environment or ACTIVE_ROUTE_KEY in environment:
+        place, active = ROUTE_KEYS, environment.get(ACTIVE_ROUTE_KEY, "").strip()
+        named = [item.strip().partition("=") for item in environment.get(ROUTE_KEYS, "").split(",") if item.strip()]
+        try:
+            keys = converted({_ROUTE_KEYS: [{"key_id": name, "key": key} for name, _, key in named]})[_ROUTE_KEYS]
+        except SettingError as error:
+            raise SettingsError(f"{ROUTE_KEYS} {error}") from None
+    if not keys and not active:
+        return None
+    if active not in keys:
+        raise SettingsError(f"{place}: the active key must be one of the keys")
+    return RouteKeys(active, keys)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

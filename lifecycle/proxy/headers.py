@@ -3,9 +3,11 @@
 - No header that authenticates a caller to *this server* reaches a sandbox: neither API keys, in any header, nor the
   egress token, nor the secure-access token. execd's token is sent to execd's port only.
 - `Authorization` and `Cookie` belong to the application, unless they contain one of the server's keys.
+- No header that contains a signed route reaches a sandbox, such as the `Referer` of a page below it.
 - The server sets the headers about the origin of a request. Those of the request are dropped.
 - A sandbox can store state in a browser for its own route only. Cookies get one path, below the route, and no domain.
   Headers about the whole host are dropped, because the host belongs to the API and to every sandbox.
+- A browser sends no address of a page below a signed route to other servers, unless the page itself asks for that.
 """
 
 import re
@@ -41,6 +43,8 @@ _COOKIE_PATH = re.compile(rb"/[!#-:<-~]*")
 _LONGEST_PATH = 800
 """With the route before it, the path stays below 1024 bytes. Browsers ignore a longer attribute."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_SIGNED = re.compile(rb"/signed/[^/\s]+/[0-9]+/[0-9a-z]+/[A-Za-z0-9_-]{44}")
+_NO_REFERRER = (b"referrer-policy", b"no-referrer")
 ISOLATION = (b"content-security-policy", b"sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts")
 """Browsers give a page of a sandbox its own origin: not the API's, not another sandbox's."""
 
@@ -54,9 +58,14 @@ def to_sandbox(
     host: str,
     client: str,
     request_id: str,
+    signature: bytes = b"",
     websocket: bool = False,
 ) -> Headers:
-    """Return the request's headers for the sandbox."""
+    """Return the request's headers for the sandbox.
+
+    Args:
+        signature: that of the request's own signed route, or empty.
+    """
     headers = list(headers)
     dropped = _HOP | _OURS | _named_in_connection(headers) | {b"host", b"forwarded", b"expect", b"x-request-id"}
     kept: Headers = []
@@ -71,6 +80,8 @@ def to_sandbox(
         if websocket and (lower.startswith(_WEBSOCKET) or lower in (b"origin", b"content-length")):
             continue
         if keys.required and keys.occurs_in(value.decode("latin-1")):
+            continue
+        if _SIGNED.search(value) or (signature and signature in value):
             continue
         kept.append((name, value))
     if chunked and not websocket:
@@ -87,18 +98,20 @@ def to_sandbox(
     return kept
 
 
-def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes, path: bytes) -> Headers:
+def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes, path: bytes, *, signed: bool = False) -> Headers:
     """Return the response's headers for the client.
 
     Args:
         prefix: the route to this port.
         path: the requested path below it, without the query.
+        signed: the prefix is a credential.
     """
     dropped = (
         _HOP
         | _WHOLE_HOST
         | _named_in_connection(headers)
         | {b"server", b"date", b"set-cookie2", b"x-request-id", b"open-sandbox-origin"}
+        | ({_NO_REFERRER[0]} if signed else frozenset())
     )
     kept: Headers = []
     for name, value in headers:
@@ -114,6 +127,8 @@ def to_client(headers: Sequence[tuple[bytes, bytes]], prefix: bytes, path: bytes
             value = own
         kept.append((name, value))
     kept.append(ISOLATION)
+    if signed:
+        kept.append(_NO_REFERRER)
     return kept
 
 

@@ -1,4 +1,4 @@
-"""The server proxy: `/sandboxes/{id}/proxy/{port}/…` to a port of the sandbox, HTTP and WebSocket.
+"""The server proxy: `/sandboxes/{id}/proxy/{port}/…` to a port of the sandbox, HTTP and WebSocket; also signed routes.
 
 - Path and query reach the sandbox byte for byte. Bodies are streamed in both directions without a limit of time. A
   client that disconnects ends the request on the sandbox's side too.
@@ -6,6 +6,8 @@
 - A request is sent once. Each request to another port than execd's gets its own connection.
 - A call into a paused sandbox is refused (409). A call that began before rests until the resume.
 - Port 18080 never reaches a sandbox: `egress_api` answers it.
+- A signed route takes the place of the secure-access token. execd and the egress API check their own tokens all the
+  same. At its expiry open requests and WebSockets end.
 - No API key is needed (the ports' own tokens are), and none is forwarded: see `proxy_headers`. Wrong tokens are counted
   here, also those for execd, which refuses them itself.
 """
@@ -27,9 +29,10 @@ from websockets.typing import Origin, Subprotocol
 
 from lifecycle.api.auth import Caller
 from lifecycle.api.connections import WEBSOCKETS_LOG
-from lifecycle.api.credentials import EXECD_HEADER, SECURE_HEADER, KeyRing, Purpose, Tokens
+from lifecycle.api.credentials import EXECD_HEADER, SECURE_HEADER, KeyRing, Purpose, RouteKeys, Tokens
 from lifecycle.api.errors import ApiError
 from lifecycle.egress.routes import EgressApi, EgressRequest
+from lifecycle.proxy import signed
 from lifecycle.proxy.exchange import BrokenExchangeError, Connection
 from lifecycle.proxy.headers import EGRESS_PORT, EXECD_PORT, RENEW_HEADER, to_client, to_sandbox
 from lifecycle.proxy.idle_pool import IdlePool
@@ -50,6 +53,8 @@ _FRAMES = 4096
 _FEWEST = 64
 _LONG = 0.001
 _BURST = 16
+_LONGEST_SECONDS = 10**8
+"""A time limit that no request reaches."""
 _SENDABLE = frozenset({1000, 1001, 1002, 1003, 1007, 1008, 1009, 1010, 1011, 1012, 1013, 1014})
 
 
@@ -109,13 +114,20 @@ class _Reading(asyncio.BufferedProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a request under the proxy route, and its caller. All parts are raw."""
+    """The target of a request under the proxy route, and its caller. All parts are raw.
+
+    Attributes:
+        signature: that of a signed route, or empty.
+        seconds: the time limit of the request; None without one.
+    """
 
     caller: Caller
     sandbox: Sandbox
     port: int
     prefix: bytes
     path: bytes
+    signature: bytes = b""
+    seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -127,6 +139,7 @@ class Proxy:
     egress_api: EgressApi
     tokens: Tokens
     keys: KeyRing
+    route_keys: RouteKeys
     way: WayIn
     connections: int = 128
     renew_interval: float | None = None
@@ -153,6 +166,24 @@ class Proxy:
             claim = self.tokens.claim(Purpose.SECURE, row.id, headers.get(SECURE_HEADER, ""))
             if not caller.proves(claim):
                 raise ApiError(401, "MISSING_OR_INVALID_SECURE_ACCESS", "This sandbox needs its secure-access token.")
+        await self._admit(row, port, headers, caller)
+        return Target(caller, row, port, match["prefix"], match["path"] or b"")
+
+    async def signed_target(self, scope: Scope, match: re.Match[bytes], caller: Caller) -> Target:
+        """Find the target of a request by a signed route (`signed.ROUTE`).
+
+        Raises:
+            ApiError: the route is not valid, or as for `target`.
+        """
+        now = self.clock()
+        route = signed.read(self.route_keys, match, caller, now)
+        row = await self.rows.get(route.sandbox)
+        await self._admit(row, route.port, _headers(scope), caller)
+        left = min(route.expires - now, _LONGEST_SECONDS)
+        return Target(caller, row, route.port, match["prefix"], match["path"] or b"", match["signature"], left)
+
+    async def _admit(self, row: Sandbox, port: int, headers: dict[str, str], caller: Caller) -> None:
+        """Check what holds for every way to a port, and count the access."""
         if port == EXECD_PORT:
             token = headers.get(EXECD_HEADER, "")  # execd answers a wrong token with its own text.
             caller.proves(self.tokens.claim(Purpose.EXECD, row.id, token), self.keys.claim(token))
@@ -160,7 +191,6 @@ class Proxy:
             _refuse_paused(row)
         if headers.get(RENEW_HEADER) != "skip":
             await self._renew(row)
-        return Target(caller, row, port, match["prefix"], match["path"] or b"")
 
     async def forget(self, sandbox: str) -> None:
         """Drop all data about a removed sandbox."""
@@ -193,6 +223,34 @@ class Proxy:
             self._open[sandbox] -= 1
             if not self._open[sandbox]:
                 del self._open[sandbox]
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send, target: Target, request_id: str) -> None:
+        """Relay one request or WebSocket within its time limit.
+
+        Raises:
+            ApiError: see `http`.
+            ConnectionResetError: the answer has begun and is incomplete.
+        """
+        websocket = scope["type"] == "websocket"
+        last = ""
+
+        async def noted(message: Message) -> None:
+            nonlocal last
+            last = message["type"]
+            await send(message)
+
+        try:
+            async with asyncio.timeout(target.seconds) as limit:
+                await (self.websocket if websocket else self.http)(scope, receive, noted, target, request_id)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if not last:
+                raise signed.refused() from None
+            if not websocket:
+                raise ConnectionResetError("the signed route has expired") from None
+            if last != "websocket.close":
+                await send({"type": "websocket.close", "code": 1008, "reason": ""})
 
     # -- HTTP
 
@@ -241,6 +299,7 @@ class Proxy:
             host=headers.get("host", ""),
             client=_client(scope),
             request_id=request_id,
+            signature=target.signature,
         )
         connection = await self._connect(row, port)
         started = False
@@ -252,7 +311,9 @@ class Proxy:
                 {
                     "type": "http.response.start",
                     "status": answer.status_code,
-                    "headers": to_client(answer.headers.raw_items(), target.prefix, target.path),
+                    "headers": to_client(
+                        answer.headers.raw_items(), target.prefix, target.path, signed=bool(target.signature)
+                    ),
                 }
             )
             async for chunk in connection.chunks():
@@ -338,6 +399,7 @@ class Proxy:
             host=headers.get("host", ""),
             client=_client(scope),
             request_id=request_id,
+            signature=target.signature,
             websocket=True,
         )
         try:

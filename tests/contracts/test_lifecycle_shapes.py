@@ -542,7 +542,7 @@ async def test_endpoint_of_each_port(server: World) -> None:
         both = await client.get(f"/v1/sandboxes/{name}/endpoints/80?use_server_proxy=true&expires=1")
         assert (400, "SANDBOX::INVALID_PARAMETER") == _coded(both)
         signed = await client.get(f"/v1/sandboxes/{name}/endpoints/80?expires=1")
-        assert (400, "SANDBOX::API_NOT_SUPPORTED") == _coded(signed)
+        assert (400, "SANDBOX::INVALID_PARAMETER") == _coded(signed)
 
 
 async def test_an_oversized_body_is_refused(server: World) -> None:

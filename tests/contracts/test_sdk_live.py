@@ -48,7 +48,7 @@ from websockets.asyncio.client import connect
 
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ONE_RUNTIME, RUNTIMES
 
 pytestmark = pytest.mark.system
 
@@ -336,6 +336,42 @@ async def test_commands(sdk: Sdk) -> None:
         return not (await settle(sandbox.commands.get_command_status(endless.id))).running
 
     assert await within(interrupted, 60)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_a_signed_endpoint_is_all_that_a_program_needs(sdk: Sdk, runtime: str) -> None:
+    """No key, token or header: HTTP and a WebSocket, until the expiry or the end of the sandbox. The plain endpoint
+    needs the token that the SDK has.
+    """
+    sandbox = await sdk.create(extensions={"sallyport.runtime": runtime}, secure_access=True)
+    server = "import http.server as h; h.test(h.SimpleHTTPRequestHandler, port=8000, bind='0.0.0.0')"
+    await settle(sandbox.files.write_file("/srv/file", "content"))
+    await shell(sandbox, f'cd /srv && exec python3 -c "{server}"', background=True)
+    until = int(time.time()) + 3600
+    signed = await settle(sandbox.get_signed_endpoint(8000, until))
+    plain = await settle(sandbox.get_endpoint(8000))
+    assert not signed.headers
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+
+        async def served() -> bool:
+            return (await client.get(f"http://{signed.endpoint}/file")).text == "content"
+
+        assert await within(served, 60)
+        assert 401 == (await client.get(f"http://{plain.endpoint}/file")).status_code
+        assert "content" == (await client.get(f"http://{plain.endpoint}/file", headers=plain.headers)).text
+        altered = signed.endpoint[:-2] + ("A" if signed.endpoint[-2] != "A" else "B") + signed.endpoint[-1]
+        assert 401 == (await client.get(f"http://{altered}/file")).status_code
+        execd = await settle(sandbox.get_signed_endpoint(44772, until))
+        assert 401 == (await client.get(f"http://{execd.endpoint}/metrics")).status_code
+        assert 200 == (await client.get(f"http://{execd.endpoint}/metrics", headers=execd.headers)).status_code
+        session = (await client.post(f"http://{execd.endpoint}/pty", json={}, headers=execd.headers)).json()[
+            "session_id"
+        ]
+        url = f"ws://{execd.endpoint}/pty/{session}/ws"
+        async with connect(url, additional_headers=execd.headers, proxy=None) as terminal:
+            assert await terminal.recv()
+        await settle(sandbox.kill())
+        assert 404 == (await client.get(f"http://{signed.endpoint}/file")).status_code
 
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)

@@ -24,7 +24,7 @@ import wire
 from audit.producers import KINDS, SERVE
 from audit.records import RecordError, record
 from lifecycle.api.app import Server, build
-from lifecycle.api.credentials import Tokens, digest
+from lifecycle.api.credentials import RouteKeys, Tokens, digest
 from lifecycle.config.serve import DatabaseConfig, ServeConfig
 from lifecycle.egress.policies import Policies
 from lifecycle.sandboxes.clock import Clock
@@ -386,6 +386,7 @@ class World:
     vaultd: StandInVaultd
     auditd: StandInAuditd
     tokens: Tokens = field(default_factory=lambda: Tokens(b"k" * 32))
+    route_keys: RouteKeys = field(default_factory=lambda: RouteKeys("a", {"a": b"a" * 32, "b": b"b" * 32}))
     offset: float = 0.0
     step: float = 0.0
     start_seconds: float = 0.0
@@ -409,7 +410,14 @@ class World:
 
     def build(self) -> Server:
         """Compose the server. By default it does not wait for entrypoints, because stand-ins have none."""
-        return build(self.config, self.policies, self.tokens, clock=self.clock(), start_seconds=self.start_seconds)
+        return build(
+            self.config,
+            self.policies,
+            self.tokens,
+            self.route_keys,
+            clock=self.clock(),
+            start_seconds=self.start_seconds,
+        )
 
     def client(self, key: str | None = KEY, **options: Any) -> httpx.AsyncClient:
         headers = {} if key is None else {"OPEN-SANDBOX-API-KEY": key}
@@ -459,6 +467,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             database=DATABASE,
             policy_file=None,
             key_digests=(digest(KEY),),
+            route_keys=None,
             limits=SandboxLimits(
                 ("runc", "runsc"),
                 "runc",
@@ -534,6 +543,9 @@ class Program:
         if scope["type"] != "http":
             return
         path = scope["path"]
+        if path.startswith("/never"):
+            await _gone(receive)
+            return
         if path.startswith("/wait"):
             await send(
                 {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle.lasting import identity, token_key
+from lifecycle.lasting import identity, route_key, token_key
 
 
 def test_key_and_identity_stay(tmp_path: Path) -> None:
@@ -12,6 +12,15 @@ def test_key_and_identity_stay(tmp_path: Path) -> None:
     assert (key, name) == (token_key(tmp_path), identity(tmp_path))
     assert (32, "srv-", 28) == (len(key), name[:4], len(name))
     assert [0o600, 0o600] == [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()]
+
+
+def test_the_key_of_signed_routes_is_one_of_its_own(tmp_path: Path) -> None:
+    """Its removal ends all signed routes and no token."""
+    key, tokens = route_key(tmp_path), token_key(tmp_path)
+    assert key != tokens
+    (tmp_path / "route-key").unlink()
+    assert tokens == token_key(tmp_path)
+    assert key != route_key(tmp_path)
 
 
 def test_two_servers_differ(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Settings: unknown keys are refused by path, the environment has precedence, the daemons can read their files."""
 
+import base64
 import json
 import subprocess
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,19 +16,25 @@ from lifecycle import cli
 from lifecycle.config import launch
 from lifecycle.config.serve import ServeConfig
 from lifecycle.config.settings import (
+    ACTIVE_ROUTE_KEY,
     API_KEY,
     CONFIG_PATH,
     INSECURE,
+    ROUTE_KEYS,
     Settings,
     SettingsError,
     detect_resolvers,
     parse,
     read,
 )
+from lifecycle.serve import route_keys
 from policy import compiler
 from runtimes.spec import HostConfig
 from vault.config import VaultConfig
 from wire.errors import ConfigError
+
+ROUTE_KEY = base64.b64encode(b"a key of signed routes").decode()
+OTHER_ROUTE_KEY = base64.b64encode(b"another key of signed routes").decode()
 
 
 def settings(text: str = "", **environment: str) -> Settings:
@@ -59,6 +67,17 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport]\ngateway_limits = {connection_rate = 10001}", "from 1 to 10000"),
         ("[sallyport]\ngateway_limits = {dial_rate = 5.0}", "sallyport.gateway_limits"),
         ("[sallyport]\ngateway_limits = {dial_rates = 5}", "unknown limit 'dial_rates'"),
+        ("[ingress.secure_access]\nactive_key = 'ab'", "ingress.secure_access.active_key"),
+        ("[ingress.secure_access]\nactive_key = 'a'", "ingress.secure_access: the active key"),
+        (f"[ingress.secure_access]\nkeys = [{{key_id = 'a', key = '{ROUTE_KEY}'}}]", "the active key"),
+        ("[ingress.secure_access]\nkeys = [{key_id = 'a'}]", "ingress.secure_access.keys each key has key_id and key"),
+        ("[ingress.secure_access]\nkeys = [{key_id = 'a', key = 'c2hvcnQ='}]", "at least 16 bytes"),
+        ("[ingress.secure_access]\nkeys = [{key_id = 'a', key = '#hidden'}]", "must be base64"),
+        (f"[ingress.secure_access]\nkeys = [{{key_id = 'A', key = '{ROUTE_KEY}'}}]", "key_id must be one of"),
+        (
+            f"[ingress.secure_access]\nkeys = [{', '.join(2 * [f"{{key_id = 'a', key = '{ROUTE_KEY}'}}"])}]",
+            "no two keys",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_path(text: str, problem: str) -> None:
@@ -86,8 +105,57 @@ def test_the_environment_replaces_the_keys() -> None:
         settings("[server]\nhost = '0.0.0.0'", **{INSECURE: "YES"})
 
 
+IN_A_FILE = f"[ingress.secure_access]\nactive_key = 'b'\nkeys = [{{key_id = 'b', key = '{ROUTE_KEY}'}}]"
+
+
+def test_the_environment_replaces_the_keys_of_signed_routes() -> None:
+    """In the reference server's form. Both variables empty: the server makes a key."""
+    found = settings(IN_A_FILE).route_keys
+    assert found is not None
+    assert ("b", {"b": b"a key of signed routes"}) == (found.active, found.keys)
+    both = f" a={OTHER_ROUTE_KEY}, b={ROUTE_KEY},"
+    found = settings(IN_A_FILE, **{ROUTE_KEYS: both, ACTIVE_ROUTE_KEY: " a "}).route_keys
+    assert found is not None
+    assert ("a", {"a", "b"}) == (found.active, set(found.keys))
+    assert settings("").route_keys is None
+    assert settings(IN_A_FILE, **{ROUTE_KEYS: "", ACTIVE_ROUTE_KEY: ""}).route_keys is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {ACTIVE_ROUTE_KEY: "b"},
+        {ROUTE_KEYS: f"b={ROUTE_KEY}"},
+        {ROUTE_KEYS: f"b={ROUTE_KEY}", ACTIVE_ROUTE_KEY: "a"},
+        {ROUTE_KEYS: "b=hidden-key", ACTIVE_ROUTE_KEY: "b"},
+        {ROUTE_KEYS: f"b={ROUTE_KEY},b={ROUTE_KEY}", ACTIVE_ROUTE_KEY: "b"},
+        {ROUTE_KEYS: ROUTE_KEY, ACTIVE_ROUTE_KEY: "b"},
+    ],
+)
+def test_keys_of_signed_routes_in_the_environment_are_whole_or_refused(environment: dict[str, str]) -> None:
+    """The message names the variable and contains no key."""
+    with pytest.raises(SettingsError) as caught:
+        settings(IN_A_FILE, **environment)
+    assert ROUTE_KEYS in str(caught.value)
+    assert ROUTE_KEY not in str(caught.value) and "hidden" not in str(caught.value)
+
+
+def test_keys_of_signed_routes_reach_serve(tmp_path: Path) -> None:
+    """Through its file. Without configured keys it makes one, which stays, and only its user can read it."""
+    path = tmp_path / "serve.json"
+    given = settings(IN_A_FILE)
+    path.write_text(launch.serve_config(given, ("k",)).text())
+    config = replace(ServeConfig.read(path), state_dir=tmp_path)
+    assert given.route_keys == route_keys(config)
+    made = route_keys(replace(config, route_keys=None))
+    assert made == route_keys(replace(config, route_keys=None))
+    assert ("0", 32) == (made.active, len(made.keys["0"]))
+    assert 0o600 == (tmp_path / "route-key").stat().st_mode & 0o777
+
+
 def test_keys_are_not_shown() -> None:
     """Neither in a representation nor in an error."""
+    assert ROUTE_KEY not in repr(launch.serve_config(settings(IN_A_FILE), ()))
     assert "hidden-key" not in repr(settings("", **{API_KEY: "hidden-key"}))
 
 

@@ -5,11 +5,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from lifecycle.api.credentials import Tokens
+from lifecycle.api.credentials import RouteKeys, Tokens
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.routes import EgressApi
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.pools import Pools
 from lifecycle.sandboxes.registry import Registry
@@ -43,6 +44,8 @@ class Context:
     egress: Egress
     egress_api: EgressApi
     tokens: Tokens
+    route_keys: RouteKeys
+    journal: Journal
     limits: SandboxLimits
     external_base: str = ""
     ignored_fields: frozenset[str] = frozenset()

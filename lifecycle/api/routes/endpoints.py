@@ -1,6 +1,8 @@
 """`/sandboxes/{id}/endpoints/{port}`: the address of a port for a client, and the headers it needs.
 
 Every endpoint is the server's own proxy route, with and without `use_server_proxy`. No port of a sandbox is published.
+With `expires` it is a signed route (`lifecycle.proxy.signed`), which needs no secure-access token. It is in the audit
+log, without its signature, before the caller has it.
 """
 
 import re
@@ -12,6 +14,7 @@ from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.routes.context import Server
 from lifecycle.api.routes.strict import StrictRoute
 from lifecycle.proxy.headers import EGRESS_PORT, EXECD_PORT
+from lifecycle.proxy.signed import LATEST, signed
 
 router = APIRouter(route_class=StrictRoute)
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~\[\]:-]{1,255}")
@@ -29,12 +32,9 @@ async def endpoint(
     """Return the endpoint of a port. A sandbox has its endpoints from the moment that its creation was accepted."""
     if not 1 <= port <= 65535:
         raise ApiError(400, "DOCKER::INVALID_PORT", "The port must be between 1 and 65535.")
-    if expires is not None:
-        if not re.fullmatch(r"[0-9]{1,20}", expires, re.ASCII):
-            raise invalid("expires must be unix seconds.")
-        if use_server_proxy:
-            raise invalid("expires cannot be combined with use_server_proxy.")
-        raise ApiError(400, "SANDBOX::API_NOT_SUPPORTED", "Signed endpoints are not supported by this server.")
+    until = None if expires is None else _expiry(expires, server.clock())
+    if until is not None and use_server_proxy:
+        raise invalid("expires cannot be combined with use_server_proxy.")
     row = await server.rows.get(sandbox)
     prefix = "/v1" if request.url.path.startswith("/v1/") else ""
     base = server.external_base or _host(request) + prefix
@@ -43,12 +43,24 @@ async def endpoint(
         headers["X-EXECD-ACCESS-TOKEN"] = server.tokens.execd(row.id)
     elif port == EGRESS_PORT:
         headers["OPENSANDBOX-EGRESS-AUTH"] = server.tokens.egress(row.id)
-    if row.secure_access:
+    path = f"sandboxes/{row.id}/proxy/{port}"
+    if until is not None:
+        await server.journal.record("lifecycle.signed_route", "allow", sandbox=row.id, port=port, expires=until)
+        path = signed(server.route_keys, row.id, port, until)
+    elif row.secure_access:
         headers["OpenSandbox-Secure-Access"] = server.tokens.secure(row.id)
-    body: dict[str, Any] = {"endpoint": f"{base}/sandboxes/{row.id}/proxy/{port}"}
+    body: dict[str, Any] = {"endpoint": f"{base}/{path}"}
     if headers:
         body["headers"] = headers
     return body
+
+
+def _expiry(text: str, now: float) -> int:
+    if not re.fullmatch(r"[0-9]{1,20}", text, re.ASCII) or int(text) > LATEST:
+        raise invalid("expires must be a time in seconds since 1970, of 64 bits.")
+    if int(text) <= now:
+        raise invalid("expires must be in the future.")
+    return int(text)
 
 
 def _host(request: Request) -> str:
