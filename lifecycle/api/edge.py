@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from lifecycle.api.auth import BrowserGuard, Caller, Refusals
 from lifecycle.api.credentials import API_KEY_HEADER, KeyRing
 from lifecycle.api.errors import UNKNOWN_ERROR, ApiError, no_database
+from lifecycle.api.routes.context import KEY_LABEL
 from lifecycle.proxy import signed
 from lifecycle.proxy.headers import EGRESS_PORT
 from lifecycle.proxy.server import ROUTE, Message, Proxy, Receive, Scope, Send, read_body, refuse_websocket
@@ -94,8 +95,10 @@ class Edge:
     def _check_key(self, scope: Scope, path: str, caller: Caller) -> None:
         if not self.keys.required or _exempt(path):
             return
-        claim = self.keys.claim(",".join(_values(scope, API_KEY_HEADER.encode())))  # Two keys count as no key.
+        key = ",".join(_values(scope, API_KEY_HEADER.encode()))  # Two keys count as no key.
+        claim = self.keys.claim(key)
         if caller.proves(claim):
+            scope.setdefault("state", {})[KEY_LABEL] = self.keys.label(key)
             return
         if not claim.presented:
             raise ApiError(401, "MISSING_API_KEY", f"The header {API_KEY_HEADER.upper()} is required.")

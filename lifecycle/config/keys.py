@@ -480,13 +480,81 @@ class SettingsModel(BaseModel):
         "sallyport.max_sandboxes", 1000, "at once; more are answered with 429"
     )
     sallyport_max_pending: Annotated[int, Field(ge=1, le=4096)] = _key(
-        "sallyport.max_pending", 128, "creations at once; more are answered with 429"
+        "sallyport.max_pending", 128, "creations at once, launches and those that wait; more are answered with 429"
     )
     sallyport_launch_concurrency: Annotated[int, Field(ge=1, le=256)] = _key(
         "sallyport.launch_concurrency", 4, "launches at once; the others wait"
     )
+    sallyport_create_queue_seconds: Annotated[int, Field(ge=1, le=3600)] = _key(
+        "sallyport.create_queue_seconds",
+        60,
+        "longest wait of a creation for its launch; then it fails, with 429 if its caller still waits",
+        unit="s",
+    )
     sallyport_create_answer_seconds: Annotated[int, Field(ge=1, le=29)] = _key(
         "sallyport.create_answer_seconds", 20, "a create call that takes longer is answered with `Pending`", unit="s"
+    )
+    sallyport_ceilings_total_sandboxes: Annotated[int, Field(ge=1, le=10**6)] | None = _key(
+        "sallyport.ceilings.total.sandboxes",
+        None,
+        "most number of all sandboxes together, of all servers with the same state database",
+        shown="none",
+        example=200,
+    )
+    sallyport_ceilings_total_cpu: Cpu | None = _key(
+        "sallyport.ceilings.total.cpu",
+        None,
+        "most of all sandboxes together, of all servers with the same state database",
+        unit="cores",
+        shown="none",
+        example="32",
+    )
+    sallyport_ceilings_total_memory: Memory | None = _key(
+        "sallyport.ceilings.total.memory",
+        None,
+        "most of all sandboxes together, of all servers with the same state database",
+        unit="bytes",
+        shown="none",
+        example="64Gi",
+    )
+    sallyport_ceilings_total_disk: Memory | None = _key(
+        "sallyport.ceilings.total.disk",
+        None,
+        "most of all sandboxes together, of all servers with the same state database",
+        unit="bytes",
+        shown="none",
+        example="200Gi",
+    )
+    sallyport_ceilings_per_key_sandboxes: Annotated[int, Field(ge=1, le=10**6)] | None = _key(
+        "sallyport.ceilings.per_key.sandboxes",
+        None,
+        "most number of the sandboxes of each API key together",
+        shown="none",
+        example=20,
+    )
+    sallyport_ceilings_per_key_cpu: Cpu | None = _key(
+        "sallyport.ceilings.per_key.cpu",
+        None,
+        "most of the sandboxes of each API key together",
+        unit="cores",
+        shown="none",
+        example="32",
+    )
+    sallyport_ceilings_per_key_memory: Memory | None = _key(
+        "sallyport.ceilings.per_key.memory",
+        None,
+        "most of the sandboxes of each API key together",
+        unit="bytes",
+        shown="none",
+        example="64Gi",
+    )
+    sallyport_ceilings_per_key_disk: Memory | None = _key(
+        "sallyport.ceilings.per_key.disk",
+        None,
+        "most of the sandboxes of each API key together",
+        unit="bytes",
+        shown="none",
+        example="200Gi",
     )
     sallyport_proxy_connections: Annotated[int, Field(ge=1, le=256)] = _key(
         "sallyport.proxy_connections", 128, "to one sandbox at once"

@@ -20,6 +20,7 @@ from typing import Any
 from lifecycle.api import credentials
 from lifecycle.config.serve import DatabaseConfig, RouteKeysConfig, ServeConfig
 from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError
+from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
@@ -106,6 +107,8 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             pending=settings.get("sallyport.max_pending"),
             sandboxes=max_sandboxes(settings),
             answer_seconds=float(settings.get("sallyport.create_answer_seconds")),
+            queue_seconds=float(settings.get("sallyport.create_queue_seconds")),
+            ceilings=Ceilings(_ceiling(settings, "total"), _ceiling(settings, "per_key")),
         ),
         allowed_hosts=tuple(settings.get("server.allowed_hosts")),
         external_base=external_base(settings),
@@ -188,6 +191,11 @@ def _dsn(settings: Settings) -> tuple[str, str | None]:
     if len(content) > _MAX_DSN or not text.strip():
         raise SettingsError(f"{place} is empty, or over {_MAX_DSN} bytes")
     return place, text.strip()
+
+
+def _ceiling(settings: Settings, of: str) -> SandboxCeiling:
+    names = ("sandboxes", "cpu", "memory", "disk")
+    return SandboxCeiling(*(settings.get(f"sallyport.ceilings.{of}.{name}") for name in names))
 
 
 def maxima(settings: Settings) -> Resources:

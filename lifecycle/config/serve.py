@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
@@ -119,5 +120,7 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     typed["daemon_uids"] = {name: int(typed["daemon_uids"][name]) for name in ("hostd", "vaultd", "auditd")}
     typed["database"] = None if typed["database"] is None else DatabaseConfig(**typed["database"])
     typed["route_keys"] = None if typed["route_keys"] is None else RouteKeysConfig(**typed["route_keys"])
-    typed["bounds"] = CreationBounds(**typed["bounds"])
+    bounds = dict(typed["bounds"])
+    bounds["ceilings"] = Ceilings(**{name: SandboxCeiling(**most) for name, most in bounds["ceilings"].items()})
+    typed["bounds"] = CreationBounds(**bounds)
     return typed

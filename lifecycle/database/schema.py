@@ -3,19 +3,22 @@
 import json
 from typing import Any
 
-from sqlalchemy import Column, Index, Integer, MetaData, Table, Text
+from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import REAL, TypeDecorator, TypeEngine
 
 from lifecycle.sandboxes.registry import State
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest migration."""
 VERSION_TABLE = "sallyport_schema"
 """The table in which Alembic keeps the number of the last migration."""
 MOMENT: TypeEngine[float] = REAL().with_variant(DOUBLE_PRECISION(), "postgresql")
 """Seconds since the epoch. REAL has eight bytes in SQLite and four in PostgreSQL."""
+
+AMOUNT: TypeEngine[int] = Integer().with_variant(BigInteger, "postgresql")
+"""Billionths of a processor, or bytes. INTEGER has eight bytes in SQLite and four in PostgreSQL."""
 
 
 class Json(TypeDecorator[Any]):
@@ -98,6 +101,10 @@ sandboxes = Table(
     Column("pool", Text),
     Column("idle", Flag),
     Column("owner", Text),
+    Column("cpu_nanos", AMOUNT),
+    Column("memory_bytes", AMOUNT),
+    Column("disk_bytes", AMOUNT),
+    Column("key_label", Text, server_default=""),
     Index("sandboxes_owner", "owner", "created_at"),
     Index("sandboxes_owner_expires", "owner", "expires_at"),
     sqlite_strict=True,

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, bindparam, delete, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Row, and_, bindparam, delete, func, literal_column, not_, or_, select, update
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
+from lifecycle.api.errors import busy
 from lifecycle.database.engine import Database
 from lifecycle.database.migrations import migrate
 from lifecycle.database.schema import pools, sandboxes
+from lifecycle.sandboxes import ceilings
+from lifecycle.sandboxes.ceilings import Ceilings, Held
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 
@@ -34,6 +37,17 @@ _EXPIRED = (
     .limit(_MOST_EXPIRED)
 )
 _NEXT = select(func.min(sandboxes.c.expires_at)).where(_OWN, sandboxes.c.expires_at > bindparam("after"))
+_ADMISSIONS = 0x5A11_9028
+"""The advisory lock of PostgreSQL that makes the admissions of all servers serial."""
+_HOLDS = not_(and_(sandboxes.c.state == State.FAILED, sandboxes.c.reason.in_(ceilings.GONE)))
+_SHARES = select(
+    func.count(),
+    *(func.coalesce(func.sum(sandboxes.c[name]), 0) for name in ("cpu_nanos", "memory_bytes", "disk_bytes")),
+).where(_HOLDS)
+_SHARES_OF_KEY = _SHARES.where(
+    sandboxes.c.key_label == bindparam("label"),
+    sandboxes.c.idle == False,  # noqa: E712 - an expression of SQL
+)
 _COUNT = select(func.count()).select_from(sandboxes).where(_OWN)
 _UPDATE = (
     update(sandboxes)
@@ -123,8 +137,40 @@ class SandboxTable:
         if written != 1:
             raise RegistryError("the state database has a sandbox of this id that belongs to another server")
 
-    def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
-        """Read, change and write one row in one transaction. If `change` raises, nothing is written."""
+    def admit(self, sandbox: Sandbox, most: int, limits: Ceilings) -> None:
+        """Insert a row, if this server then has at most `most`, and if no ceiling is exceeded.
+
+        The ceilings count the rows of all servers of the database.
+
+        Raises:
+            ApiError: the row was not inserted.
+            RegistryError: also if the id is that of another row.
+        """
+        with self._database.transaction() as connection:
+            self._lock_admissions(connection, limits)
+            if _number(connection, _COUNT, self._own()) >= most:
+                raise busy("Too many sandboxes at once on this server.")
+            if limits.total.limits:
+                ceilings.check(_held(sandbox), _share(connection, _SHARES, {}), limits.total, "all sandboxes")
+            if not sandbox.idle:
+                _check_key(connection, sandbox, limits)
+            values = {**_values(sandbox), "owner": self._owner}
+            if connection.execute(self._put, values).rowcount != 1:
+                raise RegistryError("the state database has a sandbox of this id that belongs to another server")
+
+    def _lock_admissions(self, connection: Connection, limits: Ceilings) -> None:
+        """Make this the only admission until the end of the transaction. An SQLite transaction is that already."""
+        if limits.limits and self._database.dialect == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_ADMISSIONS)))
+
+    def update(
+        self, sandbox: str, change: Callable[[Sandbox], Sandbox], limits: Ceilings | None = None
+    ) -> Sandbox | None:
+        """Read, change and write one row in one transaction. If `change` raises, nothing is written.
+
+        Args:
+            limits: for the sandboxes of the row's API key after the change, which the row did not have before it.
+        """
         with self._database.transaction() as connection:
             query = _GET.with_for_update() if self._database.dialect == "postgresql" else _GET
             row = connection.execute(query, self._own(sandbox=sandbox)).one_or_none()
@@ -132,6 +178,9 @@ class SandboxTable:
                 return None
             current = _sandbox(row)
             changed = change(current)
+            if limits is not None:
+                self._lock_admissions(connection, limits)
+                _check_key(connection, changed, limits)
             if changed != current:
                 new = {f"new_{name}": value for name, value in _values(changed).items()}
                 connection.execute(_UPDATE, self._own(sandbox=sandbox, **new))
@@ -259,6 +308,21 @@ def _values(sandbox: Sandbox) -> dict[str, Any]:
 
 def _sandbox(row: Row[Any]) -> Sandbox:
     return Sandbox(*tuple(row))
+
+
+def _held(sandbox: Sandbox) -> Held:
+    return Held(1, sandbox.cpu_nanos or 0, sandbox.memory_bytes or 0, sandbox.disk_bytes or 0)
+
+
+def _check_key(connection: Connection, sandbox: Sandbox, limits: Ceilings) -> None:
+    """Check the ceilings of the sandbox's API key. The sandbox is not one of its sandboxes yet."""
+    if limits.per_key.limits:
+        used = _share(connection, _SHARES_OF_KEY, {"label": sandbox.key_label})
+        ceilings.check(_held(sandbox), used, limits.per_key, "the sandboxes of this API key")
+
+
+def _share(connection: Connection, query: Any, parameters: dict[str, Any]) -> Held:
+    return Held(*(int(value) for value in connection.execute(query, parameters).one()))
 
 
 def _number(connection: Connection, query: Any, parameters: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Signed routes: `/signed/{id}/{port}/{expires}/{signature}/…` leads to a port of a sandbox without a token. Pure.
+"""Signed routes: `/signed/{id}/{port}/{expires}/{signature}/…` leads to a port of a sandbox without a token.
 
 - The signature covers sandbox, port and expiry. A route with a changed part, of a key that was removed, or after its
   expiry gets the same refusal as any other text.

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, MutableSet
 
 from lifecycle.api.errors import ApiError
+from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.registry import Registry, Sandbox, State
 
 WAIT_SECONDS = 10.0
@@ -44,21 +45,22 @@ class Members:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def claim(self, pool: str, convert: Convert, making: MutableSet[str]) -> Sandbox:
+    async def claim(self, pool: str, convert: Convert, making: MutableSet[str], ceilings: Ceilings) -> Sandbox:
         """Convert an idle member of a pool to the row of its new owner, and return that row.
 
         Args:
             making: gets the member's id before its row is converted.
+            ceilings: for the owner's sandboxes. The member counts in the total already.
 
         Raises:
-            ApiError: 429, no member became idle in time.
+            ApiError: 429, no member became idle in time, or a ceiling is reached.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._seconds
         while True:
             arrived = self._arrived
             for member in await self._registry.idle(pool, _CANDIDATES):
-                if member not in making and (row := await self._convert(member, convert, making)) is not None:
+                if member not in making and (row := await self._convert(member, convert, making, ceilings)):
                     self.wanted.set()
                     return row
             self.wanted.set()
@@ -67,7 +69,9 @@ class Members:
                 raise exhausted(pool)
             await _set_within(arrived, min(left, _LOOK_SECONDS))
 
-    async def _convert(self, member: str, convert: Convert, making: MutableSet[str]) -> Sandbox | None:
+    async def _convert(
+        self, member: str, convert: Convert, making: MutableSet[str], ceilings: Ceilings
+    ) -> Sandbox | None:
         def change(current: Sandbox) -> Sandbox:
             if not current.idle or current.state is not State.RUNNING:
                 raise _Taken
@@ -75,7 +79,7 @@ class Members:
 
         making.add(member)
         try:
-            row = await self._registry.update(member, change)
+            row = await self._registry.update(member, change, ceilings)
         except _Taken:
             row = None
         except BaseException:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class Sandbox:
     """The pool that the sandbox is or was a member of, or empty."""
     idle: bool = False
     """Whether it waits in its pool for a claim. Then no program runs in it, and no caller sees it."""
+    cpu_nanos: int | None = None
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    """The share of the sandbox in the ceilings; None at a row of an older release, and for a disk without a limit."""
+    key_label: str = ""
+    """The label of the API key with which the sandbox was created; empty without one."""
 
     def moved(self, state: State, reason: str, message: str, now: float) -> "Sandbox":
         """Return the same sandbox in another state."""
@@ -124,6 +131,14 @@ class Registry:
         if self._readers is not None:
             self._readers.shutdown()
 
+    async def admit(self, sandbox: Sandbox, most: int, ceilings: Ceilings) -> None:
+        """Insert a sandbox, unless this server would have more than `most`, or a ceiling would be exceeded.
+
+        Raises:
+            ApiError: it was not inserted.
+        """
+        await self._run(lambda: self._table.admit(sandbox, most, ceilings))
+
     async def put(self, sandbox: Sandbox) -> None:
         """Insert a sandbox or replace its whole row."""
         await self._run(lambda: self._table.put(sandbox))
@@ -135,12 +150,15 @@ class Registry:
             return self._table.get(sandbox)
         return await self._look_up(lambda: self._table.get(sandbox))
 
-    async def update(self, sandbox: str, change: Callable[[Sandbox], Sandbox]) -> Sandbox | None:
+    async def update(
+        self, sandbox: str, change: Callable[[Sandbox], Sandbox], ceilings: Ceilings | None = None
+    ) -> Sandbox | None:
         """Change one row atomically. Return the new row, or None if there is no such row.
 
-        `change` runs in the database's thread. If it raises, the caller gets the exception and nothing is written.
+        `change` runs in the database's thread. If it raises, the caller gets the exception and nothing is written. So
+        it is if the sandbox's new owner would exceed its ceilings.
         """
-        return await self._run(lambda: self._table.update(sandbox, change))
+        return await self._run(lambda: self._table.update(sandbox, change, ceilings))
 
     async def delete(self, sandbox: str) -> bool:
         """Remove a row. Return whether it existed."""

@@ -11,7 +11,9 @@ retries until everything is removed.
   refusal has its exit code and the end of its output. An entrypoint after a hook is not waited for.
 - If the caller disconnects before the answer, the sandbox is removed. A caller that waits for longer than the limit
   gets `Pending` and an id.
-- The number of creations and the number of concurrent launches are bounded.
+- The number of creations, that of concurrent launches and the wait for a launch are bounded. A creation above a bound
+  is refused (429). One that was removed while it waited is not launched.
+- Ceilings are checked in the transaction that writes the row (`ceilings`).
 
 This module does not use HTTP. Refusals are `ApiError`s because the contract defines their codes.
 """
@@ -20,6 +22,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +34,7 @@ from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailab
 from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
+from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import Plan, claimed
 from lifecycle.sandboxes.journal import Journal
@@ -45,19 +49,28 @@ from wire.api.hostd import Launch, Runtime
 
 _NAMED_IMAGES = 20
 _ABANDONED_SECONDS = 1.0
-_TOO_MANY = "Too many sandboxes at once on this server."
+_FIRST_LAUNCH_SECONDS = 1.0
+_LONGEST_RETRY_SECONDS = 60
+_LATEST = 0.2
+"""The weight of the latest launch in the average of their times."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CreationBounds:
-    """The limits of concurrent creations, and the time that a caller waits for its answer."""
+    """The limits of concurrent creations, the time that a caller waits for its answer, and the ceilings.
+
+    Attributes:
+        queue_seconds: the longest wait of a creation for its launch.
+    """
 
     launches: int
     pending: int
     sandboxes: int
     answer_seconds: float
+    queue_seconds: float
+    ceilings: Ceilings
 
 
 type HandOver = Callable[[str, str, Sequence[str], Mapping[str, str]], Awaitable[None]]
@@ -121,6 +134,7 @@ class Creations:
         self._bounds = bounds
         self._new_id = new_id
         self._launches = asyncio.Semaphore(bounds.launches)
+        self._launch_seconds = _FIRST_LAUNCH_SECONDS
         self._beginning = 0
         self._making: set[str] = set()
         self._creations: dict[str, Creation] = {}
@@ -130,23 +144,30 @@ class Creations:
         """Return whether a sandbox is being created now. The row `Pending` of any other sandbox is a leftover."""
         return sandbox in self._making
 
-    async def begin(self, plan: Plan) -> Creation:
+    async def begin(self, plan: Plan, key_label: str = "") -> Creation:
         """Write the row of a sandbox and start its creation; see `finish`.
+
+        Args:
+            key_label: the label of the caller's API key.
 
         Raises:
             ApiError: the sandbox cannot be created.
         """
         if len(self._creations) + self._beginning >= self._bounds.pending:
-            raise busy(_TOO_MANY)
+            raise busy("Too many sandboxes are being created on this server.", self._retry_seconds())
         self._beginning += 1  # Increased before the first await, so that concurrent calls count each other.
         try:
             if plan.claim is not None:
-                return await self._begin(await self._completed(plan, plan.claim.pool))
-            if await self._registry.count() + self._beginning > self._bounds.sandboxes:
-                raise busy(_TOO_MANY)
-            return await self._begin(plan)
+                plan = await self._completed(plan, plan.claim.pool)
+            return await self._begin(plan, key_label)
         finally:
             self._beginning -= 1
+
+    def _retry_seconds(self) -> int:
+        """Return the seconds after which the present creations are probably complete."""
+        creations = len(self._creations) + self._beginning
+        seconds = math.ceil(creations * self._launch_seconds / self._bounds.launches)
+        return max(1, min(_LONGEST_RETRY_SECONDS, seconds))
 
     async def _completed(self, plan: Plan, pool: str) -> Plan:
         found = await self._registry.pool(pool)
@@ -154,21 +175,24 @@ class Creations:
             raise unknown_pool(pool)
         return claimed(plan, found)
 
-    async def _begin(self, plan: Plan) -> Creation:
+    async def _begin(self, plan: Plan, key_label: str) -> Creation:
         version = self._policies.version
         compiled = await self._admit(plan)
         await self.check_image(plan.image)
         if plan.claim is None:
-            row = self._row(self._new_id(), plan, compiled)
+            row = self._row(self._new_id(), plan, compiled, key_label)
             self._making.add(row.id)
             try:
-                await self._registry.put(row)
+                await self._registry.admit(row, self._bounds.sandboxes, self._bounds.ceilings)
             except BaseException:
                 self._making.discard(row.id)
                 raise
         else:
             row = await self._members.claim(
-                plan.claim.pool, lambda member: self._row(member.id, plan, compiled), self._making
+                plan.claim.pool,
+                lambda member: self._row(member.id, plan, compiled, key_label),
+                self._making,
+                self._bounds.ceilings,
             )
         sandbox = row.id
         making = self._make(row, plan, compiled, version)
@@ -177,7 +201,7 @@ class Creations:
         task.add_done_callback(lambda _: self._ended(sandbox))
         return creation
 
-    def _row(self, sandbox: str, plan: Plan, compiled: Compiled) -> Sandbox:
+    def _row(self, sandbox: str, plan: Plan, compiled: Compiled, key_label: str) -> Sandbox:
         now, policy = self._clock(), plan.network_policy
         return Sandbox(
             id=sandbox,
@@ -202,6 +226,10 @@ class Creations:
             renew_seconds=plan.renew_seconds,
             pool=plan.held_for if plan.claim is None else plan.claim.pool,
             idle=bool(plan.held_for),
+            cpu_nanos=plan.resources.cpu_nanos,
+            memory_bytes=plan.resources.memory_bytes,
+            disk_bytes=plan.resources.disk_bytes,
+            key_label=key_label,
         )
 
     async def _admit(self, plan: Plan) -> Compiled:
@@ -283,15 +311,23 @@ class Creations:
     async def _make(self, row: Sandbox, plan: Plan, compiled: Compiled, version: int) -> Sandbox:
         policies = self._policies
         async with contextlib.AsyncExitStack() as launching:
-            if plan.claim is None:  # before the lock, so that a removal need not wait
-                await launching.enter_async_context(self._launches)
+            turn = plan.claim is not None or await self._turn(launching)
+            # The turn comes before the lock, so that a removal need not wait.
+            began = asyncio.get_running_loop().time()
             async with self._locks.hold(row.id):
                 try:
+                    if not turn:
+                        message = f"No turn to start within {self._bounds.queue_seconds:g} s."
+                        raise busy(message, self._retry_seconds())
+                    await self._check_wanted(row.id)
                     if version != policies.version:  # A newer document came while this task waited.
                         version, compiled = policies.version, await self._admit(plan)
                     start = self._start if plan.claim is None else self._convert
                     in_force = await start(row, plan, compiled)
                     await launching.aclose()
+                    if plan.claim is None:
+                        took = asyncio.get_running_loop().time() - began
+                        self._launch_seconds += _LATEST * (took - self._launch_seconds)
                     started = not plan.held_for and HOOKS_VARIABLE not in plan.env
                     await self._starting.wait(row.id, started=started)
                     running = await self._running(row, in_force if in_force == compiled.digest else "", version)
@@ -303,6 +339,25 @@ class Creations:
         if not running.policy_digest:
             await self._settle(running.id)
         return running
+
+    async def _turn(self, launching: contextlib.AsyncExitStack) -> bool:
+        """Wait for a turn to launch. Return whether there was one in time."""
+        try:
+            async with asyncio.timeout(self._bounds.queue_seconds):
+                await launching.enter_async_context(self._launches)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _check_wanted(self, sandbox: str) -> None:
+        """Refuse to launch a sandbox that was removed while it waited for its turn.
+
+        Raises:
+            ApiError: 404.
+        """
+        current = await self._registry.get(sandbox)
+        if current is None or current.state is not State.PENDING:
+            raise unknown_sandbox(sandbox)
 
     async def _running(self, row: Sandbox, agreed: str, version: int) -> Sandbox:
         """Write the row as Running. `agreed` is the policy in force, or empty if hostd compiled another one."""
@@ -387,7 +442,7 @@ class Creations:
                 await self._registry.put(row.moved(State.STOPPING, "CLEANUP_PENDING", message, now))
                 self._expiry_changed.set()
             elif answered:
-                await self._registry.put(row.moved(State.FAILED, "CREATE_FAILED", message, now))
+                await self._registry.update(row.id, lambda current: _failed(current, message, now))
             else:
                 await self._registry.delete(row.id)
         except RegistryError as error:
@@ -399,6 +454,11 @@ class Creations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(row: Sandbox, message: str, now: float) -> Sandbox:
+    """Return the row of a creation that failed. A removal that has begun goes on."""
+    return row if row.state is State.STOPPING else row.moved(State.FAILED, "CREATE_FAILED", message, now)
 
 
 def _failure(error: Exception) -> ApiError:

@@ -16,6 +16,7 @@ BACKENDS = ("sqlite", "postgresql")
 OWNER = "srv-000000000000000000000001"
 ON_BOTH = frozenset(
     {
+        "test_ceilings",
         "test_clock",
         "test_faults_at_each_step",
         "test_lifecycle_shapes",

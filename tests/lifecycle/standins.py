@@ -27,6 +27,7 @@ from lifecycle.api.app import Server, build
 from lifecycle.api.credentials import RouteKeys, Tokens, digest
 from lifecycle.config.serve import DatabaseConfig, ServeConfig
 from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
@@ -73,7 +74,9 @@ class HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
 
 
-BOUNDS = CreationBounds(launches=4, pending=128, sandboxes=1000, answer_seconds=10.0)
+BOUNDS = CreationBounds(
+    launches=4, pending=128, sandboxes=1000, answer_seconds=10.0, queue_seconds=60.0, ceilings=Ceilings()
+)
 
 
 class StandIn:

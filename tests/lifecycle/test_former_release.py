@@ -1,6 +1,7 @@
 """SQLite files of the former release, which had no Alembic: adopted after a copy, or refused without a change.
 
-The migrations are `lifecycle/database/versions/v0001_sandboxes.py` and `lifecycle/database/versions/v0002_owner.py`.
+The migrations are `lifecycle/database/versions/v0001_sandboxes.py`, `lifecycle/database/versions/v0002_owner.py` and
+`lifecycle/database/versions/v0004_shares.py`.
 """
 
 import shutil

@@ -103,6 +103,10 @@ async def test_every_value_of_a_row_comes_back(registry: Registry) -> None:
         vault={"revision": 1},
         lineage="two",
         renew_seconds=86400,
+        cpu_nanos=1 << 62,
+        memory_bytes=1 << 62,
+        disk_bytes=1 << 62,
+        key_label="0123456789abcdef",
     )
     await registry.put(full)
     assert full == await registry.get("two")

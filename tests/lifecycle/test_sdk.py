@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from opensandbox import Sandbox, SandboxManager
 from opensandbox.config import ConnectionConfig
 from opensandbox.exceptions import SandboxApiException
+from opensandbox.exceptions.sandbox import SandboxRateLimitException
 from opensandbox.models.sandboxes import (
     PVC,
     Credential,
@@ -31,7 +33,9 @@ from opensandbox.models.sandboxes import (
     SandboxLifecycle,
     Volume,
 )
-from standins import IMAGE, KEY, World
+from standins import BOUNDS, IMAGE, KEY, World, world
+
+from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
 
 
 def connection(server: World, **changes: object) -> ConnectionConfig:
@@ -49,6 +53,18 @@ async def sandbox(server: World) -> AsyncIterator[Sandbox]:
     )
     yield made
     await made.close()
+
+
+async def test_a_reached_ceiling_is_a_rate_limit_with_a_time_to_come_back() -> None:
+    bounds = replace(BOUNDS, ceilings=Ceilings(per_key=SandboxCeiling(sandboxes=1)))
+    async with world(bounds=bounds) as described, described.serving() as server:
+        made = await Sandbox.create(IMAGE, connection_config=connection(server))
+        with pytest.raises(SandboxRateLimitException) as caught:
+            await Sandbox.create(IMAGE, connection_config=connection(server))
+        assert (True, timedelta(seconds=5)) == (caught.value.is_retryable, caught.value.retry_after)
+        await made.kill()
+        await (await Sandbox.create(IMAGE, connection_config=connection(server))).close()
+        await made.close()
 
 
 async def test_create_use_and_kill(server: World, sandbox: Sandbox) -> None:

@@ -17,6 +17,9 @@ from lifecycle.sandboxes.registry import Registry
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
 
+KEY_LABEL = "key_label"
+"""The part of a request's state with the label of its API key."""
+
 
 @dataclass(slots=True)
 class Counters:

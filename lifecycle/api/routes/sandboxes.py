@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lifecycle.api import models
-from lifecycle.api.routes.context import Server
+from lifecycle.api.routes.context import KEY_LABEL, Server
 from lifecycle.api.routes.strict import StrictRoute
 from lifecycle.sandboxes.creation import plan
 from lifecycle.sandboxes.labels import parse_filter
@@ -21,7 +21,8 @@ router = APIRouter(route_class=StrictRoute)
 @router.post("/sandboxes", status_code=202)
 async def create(server: Server, body: models.Create, request: Request) -> JSONResponse:
     """Create a sandbox."""
-    creation = await server.creations.begin(plan(body, server.limits))
+    key_label = str(getattr(request.state, KEY_LABEL, ""))
+    creation = await server.creations.begin(plan(body, server.limits), key_label)
     row = await _unless_gone(server.creations, creation, request)
     return JSONResponse(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
 
