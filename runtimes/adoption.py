@@ -19,6 +19,7 @@ from pathlib import Path
 
 from runtimes.engine import containers
 from runtimes.engine.disk import Disks
+from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import ContainerState, Docker, DockerError
 from runtimes.ledgers import Ledgers
 from runtimes.net import netns, slots
@@ -40,6 +41,7 @@ class Leftovers:
     cgroups: Cgroups
     freezer: Freezer
     disks: Disks
+    disk_rate: DiskRate
     ledgers: Ledgers
     records: RecordStore
 
@@ -128,6 +130,9 @@ async def _sweep(
     residue = await asyncio.to_thread(leftovers.cgroups.sweep)
     for container in {*gone, *written}:
         await asyncio.to_thread(leftovers.freezer.end, container)
+    # Disk limits before containers, whose removal writes what is left in their page cache.
+    kept_disks = await asyncio.to_thread(leftovers.disks.numbers, names)
+    residue += await asyncio.to_thread(leftovers.disk_rate.sweep, kept_disks)
     residue += await _remove_containers(docker, alive)
     residue += await asyncio.to_thread(slots.sweep, run / "netns", frozenset(slot.index for _, slot in kept))
     for container in {*gone, *written}:

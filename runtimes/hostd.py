@@ -35,6 +35,7 @@ from runtimes.checks.watch import Watch
 from runtimes.daemons import ADOPTABLE, Daemons
 from runtimes.engine import shim, user_namespace, wrappers
 from runtimes.engine.disk import Disks
+from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import Docker, DockerError, UnknownImage
 from runtimes.engine.dockerd import Dockerd
 from runtimes.ledgers import Ledgers
@@ -217,7 +218,12 @@ class Host:
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
         leftovers = Leftovers(
-            self._cgroups, self._freezer, Disks(own / "disks"), Ledgers(own / "ledgers"), self._records
+            self._cgroups,
+            self._freezer,
+            Disks(own / "disks"),
+            DiskRate(own / "disk-limits", config.disk_bandwidth),
+            Ledgers(own / "ledgers"),
+            self._records,
         )
         fit = await adopt_or_remove(self._run, uids, rules_digest(config.slot_plan), docker, leftovers)
         self._adopted = len(fit)

@@ -34,6 +34,7 @@ from runtimes.daemons import Daemons
 from runtimes.engine import containers
 from runtimes.engine.containers import plan_container, write_files
 from runtimes.engine.disk import Disks
+from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, Mount
 from runtimes.engine.plans import Plans
 from runtimes.ledgers import Ledgers
@@ -95,6 +96,7 @@ class Sandboxes:
         self._records = records
         self._limits = GroupLimits()
         self._disks = Disks(Path(config.state_dir) / "hostd" / "disks")
+        self._disk_rate = DiskRate(Path(config.state_dir) / "hostd" / "disk-limits", config.disk_bandwidth)
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._rings = rings
         self._known: dict[str, HostSandbox] = {}
@@ -178,6 +180,7 @@ class Sandboxes:
         (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
         self._plan(sandbox, spec, room, mounts)
         await self._docker.start(sandbox.container or "")
+        await asyncio.to_thread(self._limit_disk, sandbox)
         sandbox.phase = "running"
         self._write_down(sandbox)
         sandbox.running = True
@@ -277,6 +280,21 @@ class Sandboxes:
         if layer is None:
             raise DockerError("the storage driver is not overlay2: what a sandbox writes cannot be bounded")
         return await asyncio.to_thread(self._disks.attach, spec.sandbox, layer)
+
+    def _limit_disk(self, sandbox: HostSandbox) -> None:
+        number = self._disks.number(sandbox.id)
+        if number is not None and sandbox.container is not None:
+            self._disk_rate.limit(sandbox.container, number)
+
+    def _unlimit_disk(self, sandbox: HostSandbox) -> list[str]:
+        """Remove the limit of a sandbox's device, so that its removal does not wait for it; return what is left."""
+        number = self._disks.number(sandbox.id)
+        try:
+            if number is not None:
+                self._disk_rate.clear(number)
+        except OSError as error:
+            return [f"disk limit of {number}: {error.strerror}"]
+        return []
 
     def _plan(self, sandbox: HostSandbox, spec: Launch, room: int | None, mounts: tuple[Mount, ...]) -> None:
         """Write the launch plan. It lets the container start, once."""
@@ -661,6 +679,7 @@ class Sandboxes:
         left = []
         for container in known:
             await self._pausing.end(container)
+        unlimited = await asyncio.to_thread(self._unlimit_disk, sandbox)
         try:
             known |= {container for container, _ in await self._docker.ours(sandbox.id)}
             for container in known:
@@ -673,7 +692,7 @@ class Sandboxes:
             left += await asyncio.to_thread(containers.end_processes, container)
             left += await asyncio.to_thread(remove_container_groups, container)
         left += await asyncio.to_thread(self._disks.detach, sandbox.id)
-        return left
+        return left + unlimited
 
     def _remove_files(self, sandbox: HostSandbox) -> list[str]:
         paths = [self._run / "ingress" / f"{sandbox.id}.sock", self._run / "sandboxes" / sandbox.id]

@@ -150,6 +150,11 @@ class ListenConfig(_Strict):
 LEAST_MEMORY: Final = 256 << 20
 
 
+LEAST_BANDWIDTH: Final = 64 * 1024
+MOST_BANDWIDTH: Final = 4_000_000_000
+"""Bytes a second. The kernel's queue has 32 bits for its rate."""
+
+
 class DaemonMemory(_Strict):
     """Memory limits of the daemons, in bytes. The kernel kills a daemon above its limit, and hostd restarts it."""
 
@@ -189,6 +194,8 @@ class HostConfig(_Strict):
     listen: ListenConfig | None
     runtimes: list[Annotated[Runtime, Field(strict=False)]] = Field(min_length=1)
     disk_limits: bool
+    network_bandwidth: int | None = Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)
+    disk_bandwidth: int | None = Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)
     memory: DaemonMemory
 
     @property
@@ -228,7 +235,7 @@ class HostConfig(_Strict):
     @property
     def slot_plan(self) -> NetworkPlan:
         """The plan of every slot."""
-        return slot_plan(self.limits)
+        return slot_plan(self.limits, self.network_bandwidth)
 
     @property
     def guard_plan(self) -> GuardPlan:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from lifecycle.api.credentials import KEY_ID, LEAST_ROUTE_KEY
 from lifecycle.sandboxes import quantities
-from runtimes.spec import LEAST_MEMORY, image_environment
+from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, image_environment
 from wire.errors import ConfigError
 from wire.gateway_limits import GatewayLimits, described
 
@@ -447,6 +447,22 @@ class SettingsModel(BaseModel):
         "sallyport.disk_limits",
         True,
         "each sandbox has a disk of its own; `false`: none has, and one can fill the host's",
+    )
+    sallyport_network_bandwidth: Annotated[int, Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)] | None = _key(
+        "sallyport.network_bandwidth",
+        None,
+        "most of the link of each sandbox, in each direction, calls into the sandbox included; more waits",
+        unit="bytes/s",
+        shown="none",
+        example=12500000,
+    )
+    sallyport_disk_bandwidth: Annotated[int, Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)] | None = _key(
+        "sallyport.disk_bandwidth",
+        None,
+        "most that a sandbox reads from its disk, and writes to it; without `disk_limits` it has no effect",
+        unit="bytes/s",
+        shown="none",
+        example=50000000,
     )
     sallyport_memory_auditd: DaemonMemory = _key(
         "sallyport.memory.auditd",

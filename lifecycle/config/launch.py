@@ -303,6 +303,8 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "launch_concurrency": launch_concurrency(settings),
         "runtimes": list(settings.get("sallyport.allowed_runtimes")),
         "disk_limits": disk_limits(settings),
+        "network_bandwidth": settings.get("sallyport.network_bandwidth"),
+        "disk_bandwidth": settings.get("sallyport.disk_bandwidth"),
         "memory": {name: settings.get(f"sallyport.memory.{name}") for name in _DAEMONS},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}

@@ -46,6 +46,7 @@ _LIST_EVERY = 20
 _UNREADABLE = 2
 """The number of consecutive rounds in which a slot cannot be read, from which it counts as changed."""
 _ORDER = ("link", "address", "route", "policy", "neighbour", "queue", "setting")
+_NEEDED = ("link ", "queue tbf ")
 _NEVER = -1
 
 type Watched = tuple[str, slots.Slot, str]
@@ -91,13 +92,13 @@ def compare_gateway(expected: SlotReference, seen: frozenset[str]) -> Breach | N
 
 
 def compare_sandbox(expected: SlotReference, seen: frozenset[str]) -> Breach | None:
-    """Judge the sandbox's side as the host sees it: nothing may be added, and no link may be missing.
+    """Judge the sandbox's side as the host sees it: nothing may be added, and no link and no limit may be missing.
 
-    Neighbours, queues and the loss of addresses and routes are ignored, because the workload and runsc may change
+    Neighbours, other queues and the loss of addresses and routes are ignored, because the workload and runsc may change
     them.
     """
     came = {fact for fact in seen - expected.sandbox if _kind(fact) not in ("neighbour", "queue")}
-    return _breach("sandbox", came, {fact for fact in expected.sandbox - seen if _kind(fact) == "link"})
+    return _breach("sandbox", came, {fact for fact in expected.sandbox - seen if fact.startswith(_NEEDED)})
 
 
 def _kind(fact: str) -> str:

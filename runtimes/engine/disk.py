@@ -120,6 +120,14 @@ class Disks:
             self.detach(sandbox)
             raise
 
+    def number(self, sandbox: str) -> str | None:
+        """Return the number of a sandbox's device (`7:2`); None if it has none."""
+        return next((device.number for device in self._devices() if device.sandbox == sandbox), None)
+
+    def numbers(self, sandboxes: frozenset[str]) -> frozenset[str]:
+        """Return the numbers of the devices of several sandboxes."""
+        return frozenset(device.number for device in self._devices() if device.sandbox in sandboxes)
+
     def detach(self, sandbox: str) -> tuple[str, ...]:
         """Unmount a sandbox's disk at all mount points; return what is left. Its container must be removed before."""
         deadline = time.monotonic() + _FREE_SECONDS

@@ -28,6 +28,8 @@ _MS_BIND = 0x1000
 _MNT_DETACH = 2
 _NFT_TIMEOUT = 20.0
 _NUD_PERMANENT = 0x80
+_QUEUE = 0x10000
+"""The handle of a link's queue."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -170,6 +172,7 @@ def link(sandbox: Path, gateway: Path, plan: NetworkPlan) -> None:
     """Make the slot's veth pair directly inside the two namespaces and set both ends up.
 
     The gateway's end is configured first, so it has its address and static neighbour when the sandbox's end comes up.
+    Each end has a queue that sends at the plan's bandwidth: a program inside that sends more waits, as on a slow link.
     """
     fd = os.open(gateway, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -198,23 +201,34 @@ def _index(route: Any, name: str) -> int:
     return int(found[0])
 
 
-def _end(route: Any, name: str, address: str, prefix: int, peer: str, peer_mac: str) -> int:
-    index = _index(route, name)
+def _end(route: Any, name: str, address: str, peer: str, peer_mac: str, plan: NetworkPlan) -> int:
+    index, prefix = _index(route, name), plan.prefix
+    if plan.bandwidth is not None:
+        _limit(route, index, plan)
     route.addr("add", index=index, address=address, prefixlen=prefix)
     route.link("set", index=index, state="up")
     route.neigh("replace", dst=peer, lladdr=peer_mac, ifindex=index, state=_NUD_PERMANENT)
     return index
 
 
+def _limit(route: Any, index: int, plan: NetworkPlan) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        route.tc("add", "tbf", index, _QUEUE, rate=plan.bandwidth, burst=plan.burst, limit=plan.burst)
+    except NetlinkError as error:
+        raise OSError(error.code, "network_bandwidth needs a kernel with sch_tbf") from None
+
+
 def _configure_gateway(plan: NetworkPlan) -> None:
     with _netlink() as route:
         name = plan.gateway_interface
-        _end(route, name, str(plan.gateway), plan.prefix, str(plan.inside), plan.inside_mac)
+        _end(route, name, str(plan.gateway), str(plan.inside), plan.inside_mac, plan)
 
 
 def _configure_sandbox(plan: NetworkPlan) -> None:
     with _netlink() as route:
-        index = _end(route, plan.inside_interface, str(plan.inside), plan.prefix, str(plan.gateway), plan.gateway_mac)
+        index = _end(route, plan.inside_interface, str(plan.inside), str(plan.gateway), plan.gateway_mac, plan)
         route.route("add", dst="0.0.0.0/0", gateway=str(plan.gateway), oif=index)
 
 

@@ -148,9 +148,11 @@ def policy_fact(payload: bytes) -> str:
 
 
 def queue_fact(payload: bytes) -> str:
-    """Describe one queue of a dump; programs and redirections are attached to queues."""
+    """Describe one queue of a dump, with its rates; programs and redirections are attached to queues."""
     _, index, _, parent, _ = struct.unpack_from("=BxxxiIII", payload)
-    return f"queue {_text(attributes(payload[20:]).get(1))} on link {index} below {parent:x}"
+    found = attributes(payload[20:])
+    options = f" with {found[2].hex()}" if found.get(2) else ""
+    return f"queue {_text(found.get(1))} on link {index} below {parent:x}{options}"
 
 
 _SKIP_STATISTICS = struct.pack("=HHI", 8, 29, 1 << 3)
@@ -162,16 +164,18 @@ SANDBOX_DUMPS: tuple[Dump, ...] = (
     (_GETADDR, bytes(8), address_fact),
     (_GETROUTE, bytes(12), route_fact),
     (_GETRULE, bytes(12), policy_fact),
+    (_GETQDISC, bytes(20), queue_fact),
 )
-"""Links, addresses, routes and routing rules. A link's payload has its own IPv4 settings, too, which are no facts."""
+"""Links, addresses, routes, routing rules and queues. A link's payload has its own IPv4 settings, too, which are no
+facts.
+"""
 
 DUMPS: tuple[Dump, ...] = (
     *SANDBOX_DUMPS,
     (_GETNEIGH, bytes(12), neighbour_fact),
     (_GETNEIGH, bytes(10) + bytes((_NTF_PROXY, 0)), neighbour_fact),
-    (_GETQDISC, bytes(20), queue_fact),
 )
-"""Everything, that is also neighbours and queues."""
+"""Everything, that is also neighbours."""
 
 
 def look(dumps: Sequence[Dump], known: bytes | None = None) -> tuple[bytes, frozenset[str] | None]:
@@ -188,7 +192,7 @@ def look(dumps: Sequence[Dump], known: bytes | None = None) -> tuple[bytes, froz
         for kind, body, describe in dumps:
             state.update(struct.pack("=I", kind))
             for payload in _messages(sock, kind, body):
-                if kind == _GETNEIGH:  # its timers differ at each look
+                if kind in (_GETNEIGH, _GETQDISC):  # timers and counts differ at each look
                     fact = describe(payload)
                     found.add(fact)
                     state.update(repr(fact).encode())

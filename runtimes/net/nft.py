@@ -214,8 +214,9 @@ table inet sallyport {{
 
 
 def rules_digest(plan: NetworkPlan) -> str:
-    """Return the digest of a slot's ruleset."""
-    return hashlib.sha256(render_gateway(plan).encode()).hexdigest()
+    """Return the digest of a slot's ruleset and of the limit of its link."""
+    limit = "" if plan.bandwidth is None else f"bandwidth {plan.bandwidth}\n"
+    return hashlib.sha256(f"{render_gateway(plan)}{limit}".encode()).hexdigest()
 
 
 def render_guard(plan: GuardPlan, owner: str) -> str:

@@ -10,6 +10,8 @@ from ipaddress import IPv4Address
 
 from wire.gateway_limits import GatewayLimits
 
+_LARGEST_PACKETS = 128 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
@@ -21,6 +23,7 @@ class NetworkPlan:
         max_connections: tracked connections of one slot; further new ones are dropped.
         syn_rate: new connections of one slot per second; the burst is twice that.
         datagram_rate: packets other than TCP (DNS questions) per second; the burst is twice that.
+        bandwidth: bytes a second of the link, in each direction; None is no limit.
     """
 
     inside: IPv4Address
@@ -35,6 +38,14 @@ class NetworkPlan:
     max_connections: int
     syn_rate: int
     datagram_rate: int
+    bandwidth: int | None = None
+
+    @property
+    def burst(self) -> int:
+        """The bytes that pass at once, and those that wait at most: a tenth of a second, and two of the largest packets
+        that the link carries.
+        """
+        return max((self.bandwidth or 0) // 10, _LARGEST_PACKETS)
 
 
 PLAN = NetworkPlan(
@@ -57,10 +68,10 @@ _TRACKED_PER_CONNECTION = 4
 """Connections that are closing, and DNS questions, are tracked too."""
 
 
-def slot_plan(limits: GatewayLimits) -> NetworkPlan:
+def slot_plan(limits: GatewayLimits, bandwidth: int | None = None) -> NetworkPlan:
     """Return the plan of all slots of a host under these limits."""
     tracked = max(PLAN.max_connections, _TRACKED_PER_CONNECTION * limits.connections)
-    return replace(PLAN, syn_rate=limits.connection_rate, max_connections=tracked)
+    return replace(PLAN, syn_rate=limits.connection_rate, max_connections=tracked, bandwidth=bandwidth)
 
 
 RESOLV_CONF = f"nameserver {PLAN.gateway}\noptions timeout:3 attempts:2\n"

@@ -130,4 +130,6 @@ def test_the_guard_refuses_no_dial_that_a_worker_permits() -> None:
 def test_slots_with_other_limits_have_another_digest() -> None:
     other = slot_plan(GatewayLimits(connection_rate=2000))
     assert "limit rate over 2000/second burst 4000 packets" in render_gateway(other)
-    assert rules_digest(PLAN) == rules_digest(slot_plan(GatewayLimits())) != rules_digest(other)
+    slow, slower = (slot_plan(GatewayLimits(), bandwidth) for bandwidth in (2_000_000, 1_000_000))
+    assert rules_digest(PLAN) == rules_digest(slot_plan(GatewayLimits()))
+    assert 4 == len({rules_digest(plan) for plan in (PLAN, other, slow, slower)})

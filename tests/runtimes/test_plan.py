@@ -44,3 +44,6 @@ def test_the_operators_limits_change_the_rate_and_the_number_of_connections_only
     assert replace(PLAN, syn_rate=2000, max_connections=4 * 4096) == wide
     narrow = slot_plan(GatewayLimits(connections=1, connection_rate=1))
     assert replace(PLAN, syn_rate=1) == narrow
+    slow = slot_plan(GatewayLimits(), 5_000_000)
+    assert replace(PLAN, bandwidth=5_000_000) == slow
+    assert (500_000, 128 * 1024) == (slow.burst, replace(PLAN, bandwidth=64 * 1024).burst)

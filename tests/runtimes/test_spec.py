@@ -81,6 +81,8 @@ def host_config(**changes: Any) -> dict[str, Any]:
         "listen": None,
         "runtimes": ["runc", "runsc"],
         "disk_limits": True,
+        "network_bandwidth": None,
+        "disk_bandwidth": None,
         "memory": MEMORY,
     } | changes
 

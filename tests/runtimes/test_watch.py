@@ -59,6 +59,17 @@ def test_a_link_may_not_go_from_the_sandbox() -> None:
     assert compare_sandbox(GOLDEN, SANDBOX - {"link eth0 number 2 up"}) is not None
 
 
+@pytest.mark.parametrize("seen", [[], ["queue noqueue on link 2 below 1"], ["queue tbf on link 2 below 1 with 02"]])
+def test_the_limit_of_a_link_may_not_go_or_change(seen: list[str]) -> None:
+    """At both ends."""
+    limit = "queue tbf on link 2 below 1 with 01"
+    golden = SlotReference(GATEWAY | {limit}, SANDBOX | {limit}, "")
+    assert None is compare_sandbox(golden, SANDBOX | {limit})
+    for finding in (compare_gateway(golden, GATEWAY | {*seen}), compare_sandbox(golden, SANDBOX | {*seen})):
+        assert finding is not None
+        assert "isolation.queue" == finding.rule
+
+
 def test_the_cause_is_named_before_its_consequences_and_the_reason_is_bounded() -> None:
     consequences = {f"route 10.0.{number}.0/24 on link 3" for number in range(200)}
     finding = compare_gateway(GOLDEN, GATEWAY | consequences | {"link eth1 number 3 up"})

@@ -128,6 +128,8 @@ class Hostd:
             "listen": None,
             "runtimes": ["runc", "runsc"],
             "disk_limits": True,
+            "network_bandwidth": None,
+            "disk_bandwidth": None,
             "memory": MEMORY,
         }
         config = directory / "host.json"
