@@ -154,9 +154,12 @@ class Hostd(Daemon):
         """Let a paused sandbox run. After a refusal it is still paused."""
         await self.ask(hostd.Resume(sandbox))
 
-    async def remove(self, sandbox: str) -> tuple[str, ...]:
-        """Remove a sandbox; return what is left of it, which should be nothing. An unknown sandbox is no error."""
-        return (await self.ask(hostd.Remove(sandbox), LAUNCH_TIMEOUT)).residue
+    async def remove(self, sandbox: str, lines: int = 0) -> hostd.Removed:
+        """Remove a sandbox; return what is left of it, which should be nothing. An unknown sandbox is no error.
+
+        The answer has the last `lines` of its output, if it could be read.
+        """
+        return await self.ask(hostd.Remove(sandbox, lines), LAUNCH_TIMEOUT)
 
     async def states(self) -> tuple[hostd.HostSandboxState, ...]:
         """Return the states of all sandboxes that hostd knows."""

@@ -76,7 +76,6 @@ from wire.api.hostd import (
     PolicyInForce,
     ReadOutput,
     Remove,
-    Removed,
     Resume,
 )
 from wire.frames import close_all
@@ -381,8 +380,8 @@ class Host:
             case Resume(sandbox):
                 await self._parts()[1].resume(sandbox)
                 return wire.Done()
-            case Remove(sandbox):
-                return Removed(await self._parts()[1].remove(sandbox))
+            case Remove(sandbox, lines):
+                return await self._parts()[1].remove(sandbox, lines=lines)
             case List():
                 return Listed(await self._parts()[1].list())
             case Inspect(sandbox):

@@ -15,7 +15,7 @@ from runtimes.engine.docker import Docker, DockerError, UnknownImage, UnusableIm
 from runtimes.net import netns, slots
 from runtimes.records import Phase, SandboxRecord
 from runtimes.workers import WorkerProcess
-from wire.api.hostd import HostSandboxState, Runtime
+from wire.api.hostd import HostSandboxState, Printed, Runtime
 from wire.api.states import HostState
 
 
@@ -51,6 +51,8 @@ class HostSandbox:
     """Former workers that could not be removed completely."""
     alarm: str = ""
     """Why it was cut off, or empty. After that only this entry is left of it."""
+    printed: Printed | None = None
+    """The end of its output, once its container was removed and if it could be read."""
 
     def record(self, worker_base: int, rules: str) -> SandboxRecord:
         """Return its record; `rules` is the digest of its slot's rules."""

@@ -37,6 +37,7 @@ from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, Mount
 from runtimes.engine.plans import Plans
+from runtimes.engine.printed import LogTail
 from runtimes.ledgers import Ledgers
 from runtimes.net import netns, slots
 from runtimes.net.guard import NetGuard
@@ -53,7 +54,7 @@ from runtimes.rings import Rings
 from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
-from wire.api.hostd import HostSandboxState, Inspected, Launch, Printed, SlotDescription
+from wire.api.hostd import MOST_KEPT, HostSandboxState, Inspected, Launch, Printed, Removed, SlotDescription
 from wire.api.states import HostState
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
@@ -64,6 +65,10 @@ _CONFIRM_SECONDS = 20.0
 _REMOVALS = 3
 """The attempts to remove each sandbox when hostd stops."""
 _DECIDED_SECONDS = 2.0
+_READ_SECONDS, _LAST_SECONDS = 5.0, 2.0
+"""The limits of a wait for an output, and for the one of a sandbox that is being removed."""
+_KEPT_LINES = 1000
+"""The last lines that are read of a sandbox that is cut off."""
 _REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code.INTERNAL})
 """The codes of a worker's refusal that the caller gets. The caller gets `gateway` for any other code."""
 
@@ -548,10 +553,13 @@ class Sandboxes:
         with contextlib.suppress(wire.RequestError, DockerError, OSError):  # the next list compares again
             await self._change_pause(sandbox, self._pausing.settle)
 
-    async def remove(self, name: str, turn: asyncio.Semaphore | None = None) -> tuple[str, ...]:
+    async def remove(self, name: str, turn: asyncio.Semaphore | None = None, *, lines: int = 0) -> Removed:
         """Remove a sandbox. Return what is left of it. An unknown sandbox can still have a container.
 
         Its traffic ends at once. What takes longer waits for its `turn`.
+
+        Args:
+            lines: the last lines of its output that are read before its container is removed.
         """
         sandbox = self._known.get(name)
         if sandbox is None:
@@ -560,11 +568,12 @@ class Sandboxes:
         if sandbox.watch is not None:
             sandbox.watch.cancel()  # this also cancels a spawn
         _kill(sandbox)
-        return await self._endings.whole(self._leave(sandbox, turn or asyncio.Semaphore()))
+        return await self._endings.whole(self._leave(sandbox, turn or asyncio.Semaphore(), lines))
 
-    async def _leave(self, sandbox: HostSandbox, turn: asyncio.Semaphore) -> tuple[str, ...]:
+    async def _leave(self, sandbox: HostSandbox, turn: asyncio.Semaphore, lines: int) -> Removed:
         async with turn, sandbox.lock:
-            return await self._unmake(sandbox)
+            residue = await self._unmake(sandbox, lines=lines)
+            return Removed(residue, sandbox.printed if lines else None)
 
     def watched(self) -> tuple[tuple[str, slots.Slot, str], ...]:
         """Return (id, slot, container) of every running sandbox."""
@@ -597,7 +606,7 @@ class Sandboxes:
         await asyncio.to_thread(slots.sever, slot)
         async with sandbox.lock:
             if self._known.get(name) is sandbox:
-                residue = await finished(self._unmake(sandbox, forget=False))
+                residue = await finished(self._unmake(sandbox, forget=False, lines=_KEPT_LINES))
                 if residue:
                     _log.error("cutting off %s left: %s", name, "; ".join(residue))
 
@@ -617,7 +626,10 @@ class Sandboxes:
             removals = (self.remove(name, turn) for name in list(self._known))
             residue.clear()
             for result in await asyncio.gather(*removals, return_exceptions=True):
-                residue += [f"removal failed: {type(result).__name__}"] if isinstance(result, BaseException) else result
+                if isinstance(result, BaseException):
+                    residue.append(f"removal failed: {type(result).__name__}")
+                else:
+                    residue += result.residue
             if not residue:
                 break
         return tuple(residue)
@@ -632,7 +644,7 @@ class Sandboxes:
             if sandbox.worker is not None:
                 await sandbox.worker.end()
 
-    async def _unmake(self, sandbox: HostSandbox, *, forget: bool = True) -> tuple[str, ...]:
+    async def _unmake(self, sandbox: HostSandbox, *, forget: bool = True, lines: int = 0) -> tuple[str, ...]:
         """Remove all parts of a sandbox, in any state. The caller holds the lock."""
         _kill(sandbox)
         sandbox.running = False
@@ -654,7 +666,7 @@ class Sandboxes:
         if sandbox.ingress is not None:
             sandbox.ingress.close()
             sandbox.ingress = None
-        residue += await taken("container", self._remove_container(sandbox))
+        residue += await taken("container", self._remove_container(sandbox, lines))
         if sandbox.slot is not None:
             left = await taken("slot", asyncio.to_thread(slots.destroy, sandbox.slot))
             residue += left
@@ -670,16 +682,23 @@ class Sandboxes:
                 self.gone()
         return tuple(residue)
 
-    async def _remove_container(self, sandbox: HostSandbox) -> list[str]:
+    async def _remove_container(self, sandbox: HostSandbox, lines: int) -> list[str]:
         """Remove the container, also parts that Docker does not remove after its own death or a failed start.
 
-        While Docker is down its processes are ended; the next attempt removes the container itself.
+        While Docker is down its processes are ended; the next attempt removes the container itself. The end of its
+        output is read before.
         """
         known = {sandbox.container} if sandbox.container is not None else set()
         left = []
         for container in known:
             await self._pausing.end(container)
         unlimited = await asyncio.to_thread(self._unlimit_disk, sandbox)
+        if lines and sandbox.printed is None and sandbox.container is not None:
+            try:
+                query = LogTail(lines, most=MOST_KEPT)
+                sandbox.printed = await self._read(sandbox.id, sandbox.container, query, _LAST_SECONDS)
+            except Exception as error:  # noqa: BLE001 - closes: no output keeps a sandbox from being removed
+                _log.warning("the output of %s is lost: %s", sandbox.id, type(error).__name__)
         try:
             known |= {container for container, _ in await self._docker.ours(sandbox.id)}
             for container in known:
@@ -724,18 +743,24 @@ class Sandboxes:
         return Inspected(described, SlotDescription(str(slot.sandbox), str(slot.gateway), inodes, links))
 
     async def output(self, name: str, lines: int, since: int | None) -> Printed:
-        """Return the last lines of the output of a sandbox's entrypoint.
+        """Return the last lines of the output of a sandbox's entrypoint. Of one that was cut off, what was read then.
 
         Raises:
             wire.RequestError: there is no such sandbox, or Docker does not give the output (`docker`).
         """
         sandbox = self._get(name)
+        if sandbox.printed is not None:
+            kept = sandbox.printed.text.removesuffix("\n").split("\n")
+            return Printed("\n".join(kept[-lines:]), sandbox.printed.truncated and lines > len(kept))
         if sandbox.container is None:
             return Printed("", False)
         try:
-            return Printed(*await self._docker.output(sandbox.container, lines, since))
+            return await self._read(name, sandbox.container, LogTail(lines, since), _READ_SECONDS)
         except DockerError as error:
             raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
+
+    async def _read(self, name: str, container: str, query: LogTail, seconds: float) -> Printed:
+        return Printed(*await self._docker.output(container, query, containers.environment(name, {}), seconds))
 
 
 def _kill(sandbox: HostSandbox) -> None:

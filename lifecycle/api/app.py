@@ -21,7 +21,7 @@ from lifecycle.api.auth import BrowserGuard
 from lifecycle.api.credentials import KeyRing, RouteKeys, Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
-from lifecycle.api.routes import endpoints, networkpolicy, pools, sandboxes, system, unsupported
+from lifecycle.api.routes import diagnostics, endpoints, networkpolicy, pools, sandboxes, system, unsupported
 from lifecycle.api.routes.context import Context
 from lifecycle.config.serve import ServeConfig
 from lifecycle.daemon_clients import Auditd, Daemon, Hostd, Vaultd
@@ -37,6 +37,8 @@ from lifecycle.proxy.readiness import reached
 from lifecycle.proxy.server import Proxy
 from lifecycle.sandboxes import starting
 from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.diagnostics import Diagnostics
+from lifecycle.sandboxes.history import OUTPUT_LINES
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.members import Members
@@ -153,12 +155,12 @@ def build(
         start_seconds: the limit of the wait for the entrypoint of a new sandbox.
     """
     way = WayIn(config.run_dir / "ingress", config.daemon_uids["hostd"])
-    registry = Registry(state_table(config))
+    clock = clock or Clock()
+    registry = Registry(state_table(config, clock))
     uids = config.daemon_uids
     hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
     vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
     auditd = Auditd(config.run_dir / "audit.sock", uids["auditd"])
-    clock = clock or Clock()
     members = Members(registry)
     journal, locks, rows = Journal(auditd), Locks(), Rows(registry, clock)
     expiry_changed = asyncio.Event()
@@ -186,6 +188,7 @@ def build(
         clock=clock,
         expiry_changed=expiry_changed,
         forget=(proxy.forget, egress.forget),
+        output_lines=OUTPUT_LINES if config.diagnostics_retention else 0,
     )
     creations = Creations(
         orchestrator,
@@ -214,6 +217,7 @@ def build(
         clock,
         egress,
         egress_api,
+        Diagnostics(registry, hostd, clock, config.diagnostics_retention),
         tokens,
         route_keys,
         journal,
@@ -241,14 +245,14 @@ def build(
         policies,
         registry,
         (hostd, vaultd, auditd),
-        Reaper(orchestrator, registry, clock, expiry_changed),
+        Reaper(orchestrator, registry, clock, expiry_changed, config.diagnostics_retention),
         observer,
         asyncio.Event(),
     )
 
 
-def state_table(config: ServeConfig) -> SandboxTable:
-    """Return the table of this server's rows, in the configured database, which is not opened yet.
+def state_table(config: ServeConfig, clock: Clock) -> SandboxTable:
+    """Return the tables of this server's rows, in the configured database, which is not opened yet.
 
     Raises:
         OSError: the server's identity cannot be read or made.
@@ -265,7 +269,7 @@ def state_table(config: ServeConfig) -> SandboxTable:
             statement_seconds=given.statement_seconds,
         )
     )
-    return SandboxTable(database, identity(config.state_dir))
+    return SandboxTable(database, identity(config.state_dir), clock, keeps=config.diagnostics_retention > 0)
 
 
 def api(context: Context) -> FastAPI:
@@ -274,7 +278,7 @@ def api(context: Context) -> FastAPI:
     app.state.context = context
     app.include_router(system.root)
     for prefix in ("", "/v1"):
-        for module in (sandboxes, endpoints, networkpolicy, pools, system, unsupported):
+        for module in (sandboxes, diagnostics, endpoints, networkpolicy, pools, system, unsupported):
             app.include_router(module.router, prefix=prefix)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RegistryError, _no_database)

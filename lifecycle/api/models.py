@@ -6,7 +6,7 @@
 - Responses never contain null, because generated clients fail on some.
 """
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from lifecycle.sandboxes.moments import timestamp
 from lifecycle.sandboxes.pool import Count, SandboxPool
 from lifecycle.sandboxes.registry import Sandbox
 
@@ -272,11 +273,6 @@ class MetricsEvent(Model):
     success: bool
     sandbox_id: Text | None = None
     image: Text | None = None
-
-
-def timestamp(seconds: float) -> str:
-    """Render a time as RFC 3339 in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def status(sandbox: Sandbox) -> dict[str, str]:

@@ -575,6 +575,12 @@ class SettingsModel(BaseModel):
     sallyport_proxy_connections: Annotated[int, Field(ge=1, le=256)] = _key(
         "sallyport.proxy_connections", 128, "to one sandbox at once"
     )
+    sallyport_diagnostics_retention_seconds: Annotated[int, Field(ge=0, le=30 * 86400)] = _key(
+        "sallyport.diagnostics_retention_seconds",
+        86400,
+        "how long events and the end of the output of a removed sandbox are kept; `0` keeps none",
+        unit="s",
+    )
     sallyport_docker_managed: Flag = _key(
         "sallyport.docker.managed", False, "start a dockerd of our own", shown="`false`; `./run`: `true`"
     )

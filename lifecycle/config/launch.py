@@ -117,6 +117,7 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
         renew_interval=(
             float(settings.get("renew_intent.min_interval_seconds")) if settings.get("renew_intent.enabled") else None
         ),
+        diagnostics_retention=settings.get("sallyport.diagnostics_retention_seconds"),
         keep_alive=settings.get("server.timeout_keep_alive"),
         concurrency=settings.get("server.limit_concurrency") or None,
         backlog=settings.get("server.backlog"),

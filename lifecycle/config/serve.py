@@ -52,6 +52,7 @@ class ServeConfig:
         route_keys: None: the server makes one.
         allowed_hosts: further names for Host while authentication is off.
         external_base: public base of endpoints without a scheme, or empty for the Host that the client used.
+        diagnostics_retention: seconds for which the history of a removed sandbox stays; 0 for none.
         ignored_fields: top-level request fields that are dropped if this server does not know them.
         host: the name that clients can use for it in any case. The socket itself is inherited.
         daemon_uids: the users of hostd, vaultd and auditd. Nothing is sent to a socket of another user's process.
@@ -72,6 +73,7 @@ class ServeConfig:
     ignored_fields: tuple[str, ...]
     proxy_connections: int
     renew_interval: float | None
+    diagnostics_retention: int
     keep_alive: int
     concurrency: int | None
     backlog: int

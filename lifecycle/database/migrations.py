@@ -17,7 +17,7 @@ from pathlib import Path
 from sqlalchemy import Connection, func, inspect, select, text
 
 from lifecycle.database.engine import Database, SQLite
-from lifecycle.database.schema import HEAD, VERSION_TABLE, sandboxes
+from lifecycle.database.schema import HEAD, VERSION_TABLE, metadata, sandboxes
 from lifecycle.sandboxes.registry import RegistryError, SchemaError
 
 FIRST = "0001"
@@ -93,12 +93,16 @@ def _check_known(version: str | None, database: Database, scripts: Path, head: s
 
 
 def _check_columns(connection: Connection, database: Database) -> None:
-    there = set(connection.execute(text(f"SELECT * FROM {sandboxes.name} LIMIT 0")).keys())  # noqa: S608
-    if wrong := there ^ set(sandboxes.c.keys()):
-        raise SchemaError(
-            f"{database.place}: the table of schema {HEAD} misses these columns, or should not have them: "
-            f"{', '.join(sorted(wrong))}. {_REMEDY}"
-        )
+    names = set(inspect(connection).get_table_names())
+    for table in metadata.sorted_tables:
+        there = set[str]()
+        if table.name in names:
+            there = set(connection.execute(text(f"SELECT * FROM {table.name} LIMIT 0")).keys())  # noqa: S608
+        if wrong := there ^ set(table.c.keys()):
+            raise SchemaError(
+                f"{database.place}: table {table.name} of schema {HEAD} misses these columns, or should not have "
+                f"them: {', '.join(sorted(wrong))}. {_REMEDY}"
+            )
 
 
 def _lock(connection: Connection) -> None:

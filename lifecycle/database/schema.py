@@ -1,6 +1,7 @@
 """The tables as this release uses them. The migrations in `versions` make them."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, Table, Text
@@ -8,14 +9,17 @@ from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import REAL, TypeDecorator, TypeEngine
 
+from lifecycle.sandboxes.history import Event, Given
 from lifecycle.sandboxes.registry import State
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest migration."""
 VERSION_TABLE = "sallyport_schema"
 """The table in which Alembic keeps the number of the last migration."""
 MOMENT: TypeEngine[float] = REAL().with_variant(DOUBLE_PRECISION(), "postgresql")
 """Seconds since the epoch. REAL has eight bytes in SQLite and four in PostgreSQL."""
+LONG: TypeEngine[int] = BigInteger().with_variant(Integer(), "sqlite")
+"""A number of 64 bits. INTEGER has them in SQLite, whose strict tables know no BIGINT."""
 
 AMOUNT: TypeEngine[int] = Integer().with_variant(BigInteger, "postgresql")
 """Billionths of a processor, or bytes. INTEGER has eight bytes in SQLite and four in PostgreSQL."""
@@ -73,6 +77,35 @@ class StateName(TypeDecorator[State]):
         return State(value or "")
 
 
+class Events(TypeDecorator[tuple[Event, ...]]):
+    """The events of a history as a JSON list of lists."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[Event, ...] | None, dialect: Dialect) -> str:
+        return json.dumps([[item.at, item.state, item.reason, item.message] for item in value or ()])
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[Event, ...]:
+        return tuple(Event(*item) for item in json.loads(value or "[]"))
+
+
+class GivenByCaller(TypeDecorator[Given]):
+    """What a create call has given, as a JSON object."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Given | None, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(asdict(value))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Given | None:
+        if value is None:
+            return None
+        found = json.loads(value)
+        return Given(**{**found, "variables": tuple(found["variables"])})
+
+
 metadata = MetaData()
 sandboxes = Table(
     "sandboxes",
@@ -119,3 +152,30 @@ pools = Table(
     sqlite_strict=True,
 )
 """One row for each pool of a server."""
+histories = Table(
+    "histories",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("created_at", MOMENT),
+    Column("image", Text),
+    Column("entrypoint", Words),
+    Column("runtime", Text),
+    Column("policy_name", Text),
+    Column("policy_digest", Text),
+    Column("given", GivenByCaller),
+    Column("state", Text),
+    Column("reason", Text),
+    Column("events", Events),
+    Column("dropped", Integer),
+    Column("generation", LONG),
+    Column("ran", Flag),
+    Column("oom", Flag),
+    Column("exit_code", Integer),
+    Column("output", Text),
+    Column("output_truncated", Flag),
+    Column("removed_at", MOMENT),
+    Column("owner", Text),
+    Index("histories_owner_removed", "owner", "removed_at"),
+    sqlite_strict=True,
+)
+"""One row for each sandbox, and for each one that was removed within the retention."""

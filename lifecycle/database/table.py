@@ -3,8 +3,10 @@
 - Every statement names the owner: a server neither sees nor changes the rows of another one in the same database.
 - No statement contains text of a caller, only parameters.
 - The number of statements of a list does not depend on the number of sandboxes.
+- A row and the event of its change are written in one transaction.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -16,10 +18,12 @@ from sqlalchemy.engine import Connection
 
 from lifecycle.api.errors import busy
 from lifecycle.database.engine import Database
+from lifecycle.database.histories import Histories
 from lifecycle.database.migrations import migrate
 from lifecycle.database.schema import pools, sandboxes
 from lifecycle.sandboxes import ceilings
 from lifecycle.sandboxes.ceilings import Ceilings, Held
+from lifecycle.sandboxes.history import Given, History, Removal
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
 
@@ -81,11 +85,21 @@ _SHIFT = (
 
 
 class SandboxTable:
-    """The rows of the server `owner`."""
+    """The rows of the server `owner`, and their histories.
 
-    def __init__(self, database: Database, owner: str) -> None:
+    Args:
+        now: the time of an event for which the row has none.
+        keeps: whether the history of a removed sandbox stays.
+    """
+
+    def __init__(
+        self, database: Database, owner: str, now: Callable[[], float] = time.time, *, keeps: bool = True
+    ) -> None:
         self._database = database
         self._owner = owner
+        self._now = now
+        self._keeps = keeps
+        self._histories = Histories(owner)
         self._put = _put(database.dialect)
         self._add_pool = _add_pool(database.dialect)
 
@@ -126,21 +140,22 @@ class SandboxTable:
             row = connection.execute(_GET, self._own(sandbox=sandbox)).one_or_none()
         return None if row is None else _sandbox(row)
 
-    def put(self, sandbox: Sandbox) -> None:
-        """Insert a row or replace it.
+    def put(self, sandbox: Sandbox, given: Given | None = None) -> None:
+        """Insert a row or replace it. `given` is for the history of a new one.
 
         Raises:
             RegistryError: also if the id is that of another server's row.
         """
-        with self._database.statement() as connection:
+        with self._database.transaction() as connection:
             written = connection.execute(self._put, {**_values(sandbox), "owner": self._owner}).rowcount
-        if written != 1:
-            raise RegistryError("the state database has a sandbox of this id that belongs to another server")
+            if written != 1:
+                raise RegistryError("the state database has a sandbox of this id that belongs to another server")
+            self._histories.follow(connection, sandbox, given, self._now())
 
-    def admit(self, sandbox: Sandbox, most: int, limits: Ceilings) -> None:
+    def admit(self, sandbox: Sandbox, most: int, limits: Ceilings, given: Given | None = None) -> None:
         """Insert a row, if this server then has at most `most`, and if no ceiling is exceeded.
 
-        The ceilings count the rows of all servers of the database.
+        The ceilings count the rows of all servers of the database. `given` is for the history of the sandbox.
 
         Raises:
             ApiError: the row was not inserted.
@@ -157,6 +172,7 @@ class SandboxTable:
             values = {**_values(sandbox), "owner": self._owner}
             if connection.execute(self._put, values).rowcount != 1:
                 raise RegistryError("the state database has a sandbox of this id that belongs to another server")
+            self._histories.follow(connection, sandbox, given, self._now())
 
     def _lock_admissions(self, connection: Connection, limits: Ceilings) -> None:
         """Make this the only admission until the end of the transaction. An SQLite transaction is that already."""
@@ -184,17 +200,40 @@ class SandboxTable:
             if changed != current:
                 new = {f"new_{name}": value for name, value in _values(changed).items()}
                 connection.execute(_UPDATE, self._own(sandbox=sandbox, **new))
+            if _told(changed) != _told(current):
+                self._histories.follow(connection, changed, None, self._now())
         return changed
 
-    def delete(self, sandbox: str) -> bool:
-        """Remove one row. Return whether it existed."""
-        with self._database.statement() as connection:
-            return connection.execute(_DELETE, self._own(sandbox=sandbox)).rowcount > 0
+    def delete(self, sandbox: str, removal: Removal | None = None) -> bool:
+        """Remove one row. Return whether it existed. Its history ends with `removal`, or is removed too."""
+        with self._database.transaction() as connection:
+            existed: bool = connection.execute(_DELETE, self._own(sandbox=sandbox)).rowcount > 0
+            if existed and removal is not None and self._keeps:
+                self._histories.change(connection, sandbox, lambda history: history.ended(removal))
+            elif existed:
+                self._histories.delete(connection, sandbox)
+        return existed
 
     def shift(self, seconds: float) -> None:
-        """Move the expiry and the last change of every row."""
-        with self._database.statement() as connection:
+        """Move the expiry and the last change of every row, and the time of every removal."""
+        with self._database.transaction() as connection:
             connection.execute(_SHIFT, self._own(seconds=seconds))
+            self._histories.shift(connection, seconds)
+
+    def history(self, sandbox: str) -> History | None:
+        """Return one history, also of a removed sandbox."""
+        with self._database.statement() as connection:
+            return self._histories.get(connection, sandbox)
+
+    def record(self, sandbox: str, change: Callable[[History], History]) -> None:
+        """Change one history, if there is one."""
+        with self._database.transaction() as connection:
+            self._histories.change(connection, sandbox, change)
+
+    def purge(self, before: float) -> None:
+        """Remove the histories of sandboxes that were removed by `before`, and the oldest of very many."""
+        with self._database.transaction() as connection:
+            self._histories.purge(connection, before)
 
     def all(self) -> list[Sandbox]:
         """Return every row."""
@@ -300,6 +339,11 @@ def _add_pool(dialect: str) -> Any:
 def _pool(connection: Connection, parameters: dict[str, Any]) -> SandboxPool | None:
     row = connection.execute(_POOL, parameters).one_or_none()
     return None if row is None else SandboxPool.from_json(row[0])
+
+
+def _told(sandbox: Sandbox) -> tuple[str, ...]:
+    """Return what a history has of a row."""
+    return sandbox.state, sandbox.reason, sandbox.policy_digest
 
 
 def _values(sandbox: Sandbox) -> dict[str, Any]:

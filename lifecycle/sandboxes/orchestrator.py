@@ -21,11 +21,13 @@ from lifecycle.api.errors import ApiError, unknown_sandbox
 from lifecycle.daemon_clients import Hostd, Unreachable, Vaultd, explained
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import MAX_TIMEOUT
+from lifecycle.sandboxes.history import OUTPUT_LINES, Removal
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.labels import patched
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.rows import Rows
+from wire.api.hostd import Printed
 from wire.ids import SANDBOX_ID
 
 _GONE = frozenset({wire.Code.NOT_RUNNING, wire.Code.UNKNOWN_SANDBOX})
@@ -40,6 +42,7 @@ class Orchestrator:
     Attributes:
         expiry_changed: set when an expiry changed or a removal is unfinished. The reaper waits for it.
         forget: called with the id of each removed sandbox, so that other parts drop their data about it.
+        output_lines: how many lines of the output stay in the history of a removed sandbox.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Orchestrator:
         clock: Clock,
         expiry_changed: asyncio.Event,
         forget: Sequence[Callable[[str], Awaitable[None]]],
+        output_lines: int = OUTPUT_LINES,
     ) -> None:
         self._registry = registry
         self._rows = rows
@@ -64,6 +68,9 @@ class Orchestrator:
         self._clock = clock
         self._expiry_changed = expiry_changed
         self._forget = tuple(forget)
+        self._output_lines = output_lines
+        self._printed: dict[str, Printed] = {}
+        """The outputs of sandboxes whose removal is unfinished at another daemon."""
         self._moving: asyncio.Task[None] | None = None
 
     # -- removal
@@ -103,26 +110,33 @@ class Orchestrator:
                 raise unknown_sandbox(sandbox)
             await self._journal.note("lifecycle.remove", "info", sandbox=sandbox, reason=reason)
             try:
-                residue = await self._hostd.remove(sandbox)
+                removed = await self._hostd.remove(sandbox, self._output_lines)
+                if removed.printed is not None:
+                    self._printed[sandbox] = removed.printed
                 await self._vaultd.close_sandbox(sandbox)
             except (Unreachable, wire.RemoteError) as error:
                 self._expiry_changed.set()
                 _log.warning("removal of %s is being retried: %s", sandbox, error)
                 said = f"Removal is being retried: {explained(error)}."
                 raise ApiError(500, "DOCKER::SANDBOX_DELETE_FAILED", said) from None
-            if residue:
+            if removed.residue:
+                left = len(removed.residue)
                 self._expiry_changed.set()
-                _log.warning("removal of %s left %d things behind", sandbox, len(residue))
+                _log.warning("removal of %s left %d things behind", sandbox, left)
                 raise ApiError(
-                    500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {len(residue)} things are left."
+                    500, "DOCKER::SANDBOX_DELETE_FAILED", f"Removal is being retried: {left} things are left."
                 )
             try:
-                await self._registry.delete(sandbox)
+                await self._registry.delete(sandbox, self._removal(sandbox, reason))
             except RegistryError:
                 self._expiry_changed.set()
                 raise  # The row is left as Stopping, and the reaper retries.
         for forget in self._forget:
             await forget(sandbox)
+
+    def _removal(self, sandbox: str, cause: str) -> Removal:
+        printed = self._printed.pop(sandbox, None)
+        return Removal(self._clock(), cause, *(("", False) if printed is None else (printed.text, printed.truncated)))
 
     # -- changes
 

@@ -11,7 +11,8 @@
   does not have becomes Failed. A gateway whose policy is not the registry's gets the registry's. A creation whose row
   could not be written and an interrupted change of a policy are completed.
 - An idle member of a pool has no program and denies all. It gets a policy when it is claimed, not from the observer.
-- The observer also detects that the system's clock was set.
+- The observer also detects that the system's clock was set, and writes what hostd reports into the histories.
+- The reaper also removes histories after the retention.
 - An error ends neither task. The task waits and goes on.
 """
 
@@ -28,6 +29,7 @@ from lifecycle.daemon_clients import Hostd, Unreachable, Vaultd
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.policies import Policies
 from lifecycle.sandboxes.clock import Clock
+from lifecycle.sandboxes.history import History
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.orchestrator import Orchestrator
@@ -40,6 +42,8 @@ RETRY_FIRST = 1.0
 ADOPT_FIRST = 0.1
 """hostd can be starting at the same time."""
 RETRY_MOST = 60.0
+PURGE_SECONDS = 30.0
+"""The least time between two removals of old histories."""
 OBSERVE_SECONDS = 2.0
 APPLY_SECONDS = 2.0
 """Seconds for which the observer waits for policies to be applied. A slower application continues in the background."""
@@ -57,9 +61,16 @@ class Reaper:
     """The removal of expired sandboxes."""
 
     def __init__(
-        self, orchestrator: Orchestrator, registry: Registry, clock: Clock, expiry_changed: asyncio.Event
+        self,
+        orchestrator: Orchestrator,
+        registry: Registry,
+        clock: Clock,
+        expiry_changed: asyncio.Event,
+        retention: float,
     ) -> None:
         self._orchestrator = orchestrator
+        self._retention = retention
+        self._purge_at = 0.0
         self._registry = registry
         self._clock = clock
         self._wake = expiry_changed
@@ -103,6 +114,9 @@ class Reaper:
                 removal = asyncio.create_task(self._remove(row), name=f"removal-{row.id}")
                 self._removals[row.id] = removal
                 removal.add_done_callback(functools.partial(self._ended, row.id))
+        if running >= self._purge_at:
+            await self._registry.purge(now - self._retention)
+            self._purge_at = running + PURGE_SECONDS
         pauses = [when - running for key, (when, _) in self._retries.items() if key not in self._removals]
         following = await self._registry.next_expiry(now)  # Further sandboxes can have expired in the meantime.
         if following is not None:
@@ -171,6 +185,8 @@ class Observer:
         """Return whether there is a document that not every sandbox was compared with."""
         self._alarmed = ""
         """The problem of the policy file that the audit log contains."""
+        self._noted: dict[str, tuple[int, bool, int | None]] = {}
+        """What of hostd's description is in the history of each sandbox: generation, memory limit, exit code."""
 
     async def adopt(self) -> None:
         """Reconcile the registry with hostd. The caller retries while hostd does not answer.
@@ -283,6 +299,7 @@ class Observer:
         began = self._clock()
         there = {state.sandbox: state for state in await self._hostd.states()}
         now = self._clock()
+        await self._note(there)
         differing: list[str] = []
         for row in await self._registry.all():
             if row.state is State.PENDING:
@@ -295,6 +312,17 @@ class Observer:
             if row.state in _LIVE and other and not row.idle and not self._egress.unsettled(row):
                 differing.append(row.id)
         await self._apply(dict.fromkeys(differing, self._egress.reconcile))
+
+    async def _note(self, there: Mapping[str, HostSandboxState]) -> None:
+        """Write what the rows do not have into the histories."""
+        self._noted = {sandbox: noted for sandbox, noted in self._noted.items() if sandbox in there}
+        for sandbox, described in there.items():
+            new = (described.generation, described.oom, described.exit_code)
+            if self._noted.get(sandbox, (1, False, None)) == new:
+                continue
+            change = functools.partial(_observed, described=described, now=self._clock())
+            await self._registry.record(sandbox, change)
+            self._noted[sandbox] = new
 
     async def _seen(self, sandbox: str, described: HostSandboxState, began: float, now: float) -> None:
         """Take over a state that hostd was asked for at `began`. A later change of the row is newer than it."""
@@ -324,6 +352,10 @@ class Observer:
         if not self._creations.is_making(row.id):
             await self._registry.update(row.id, change)
             self._expiry_changed.set()
+
+
+def _observed(history: History, *, described: HostSandboxState, now: float) -> History:
+    return history.observed(described.generation, described.exit_code, now, oom=described.oom)
 
 
 def condition(described: HostSandboxState) -> tuple[State, str, str] | None:

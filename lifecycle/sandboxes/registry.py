@@ -6,7 +6,8 @@
   the caller's thread, those of PostgreSQL in further threads. They see all committed rows, also those of other writers.
 - An answered write survives a crash of the process and of the host.
 - A PostgreSQL that does not answer costs each call a bounded time. A call that has not begun by then is never made.
-- The database contains no secret, no token and no environment.
+- A sandbox has a history (`history`), which stays for some time after its removal.
+- The database contains no secret, no token, and of an environment only the names.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from lifecycle.sandboxes.pool import Capacity, SandboxPool
 
 if TYPE_CHECKING:
     from lifecycle.database.table import SandboxTable
+    from lifecycle.sandboxes.history import Given, History, Removal
 
 
 _INTERRUPT_SECONDS = 0.1
@@ -131,17 +133,19 @@ class Registry:
         if self._readers is not None:
             self._readers.shutdown()
 
-    async def admit(self, sandbox: Sandbox, most: int, ceilings: Ceilings) -> None:
+    async def admit(self, sandbox: Sandbox, most: int, ceilings: Ceilings, given: "Given | None" = None) -> None:
         """Insert a sandbox, unless this server would have more than `most`, or a ceiling would be exceeded.
+
+        `given` is for its history.
 
         Raises:
             ApiError: it was not inserted.
         """
-        await self._run(lambda: self._table.admit(sandbox, most, ceilings))
+        await self._run(lambda: self._table.admit(sandbox, most, ceilings, given))
 
-    async def put(self, sandbox: Sandbox) -> None:
-        """Insert a sandbox or replace its whole row."""
-        await self._run(lambda: self._table.put(sandbox))
+    async def put(self, sandbox: Sandbox, given: "Given | None" = None) -> None:
+        """Insert a sandbox or replace its whole row. `given` is for the history of a new one."""
+        await self._run(lambda: self._table.put(sandbox, given))
 
     async def get(self, sandbox: str) -> Sandbox | None:
         """Return the row of one sandbox, or None."""
@@ -160,9 +164,21 @@ class Registry:
         """
         return await self._run(lambda: self._table.update(sandbox, change, ceilings))
 
-    async def delete(self, sandbox: str) -> bool:
-        """Remove a row. Return whether it existed."""
-        return await self._run(lambda: self._table.delete(sandbox))
+    async def delete(self, sandbox: str, removal: "Removal | None" = None) -> bool:
+        """Remove a row. Return whether it existed. Its history ends with `removal`, or is removed too."""
+        return await self._run(lambda: self._table.delete(sandbox, removal))
+
+    async def history(self, sandbox: str) -> "History | None":
+        """Return the history of a sandbox, also of one that was removed, or None."""
+        return await self._look_up(lambda: self._table.history(sandbox))
+
+    async def record(self, sandbox: str, change: "Callable[[History], History]") -> None:
+        """Change the history of a sandbox, if it has one. `change` runs in the database's thread."""
+        await self._run(lambda: self._table.record(sandbox, change))
+
+    async def purge(self, before: float) -> None:
+        """Remove the histories of sandboxes that were removed by `before`, and the oldest of very many."""
+        await self._run(lambda: self._table.purge(before))
 
     async def shift(self, seconds: float) -> None:
         """Move the expiry and the last change of every sandbox after the clock was set."""

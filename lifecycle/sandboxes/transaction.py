@@ -37,6 +37,7 @@ from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import Plan, claimed
+from lifecycle.sandboxes.history import Given, Removal
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.locks import Locks
 from lifecycle.sandboxes.members import Members, unknown_pool
@@ -183,7 +184,8 @@ class Creations:
             row = self._row(self._new_id(), plan, compiled, key_label)
             self._making.add(row.id)
             try:
-                await self._registry.admit(row, self._bounds.sandboxes, self._bounds.ceilings)
+                given = Given.of(plan.resources, plan.env)
+                await self._registry.admit(row, self._bounds.sandboxes, self._bounds.ceilings, given)
             except BaseException:
                 self._making.discard(row.id)
                 raise
@@ -432,7 +434,7 @@ class Creations:
         await self._journal.note("lifecycle.create_failed", "info", sandbox=row.id, code=failure.code)
         now, message = self._clock(), failure.stored or failure.message
         try:
-            residue = await self._hostd.remove(row.id)
+            residue = (await self._hostd.remove(row.id)).residue
             await self._vaultd.close_sandbox(row.id)
         except (Unreachable, wire.RemoteError) as error:
             _log.warning("undoing the creation of %s is left to the reaper: %s", row.id, error)
@@ -444,7 +446,7 @@ class Creations:
             elif answered:
                 await self._registry.update(row.id, lambda current: _failed(current, message, now))
             else:
-                await self._registry.delete(row.id)
+                await self._registry.delete(row.id, Removal(now, f"its creation failed: {message.rstrip('.')}"))
         except RegistryError as error:
             _log.warning("the row of %s is left to the observer: %s", row.id, type(error).__name__)
 

@@ -20,10 +20,11 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtimes.engine.printed import last_bytes
+from runtimes.engine.printed import Hidden, LogTail, entries, last_lines
 from runtimes.process.cgroups import processor_time
 from wire.sockets import WrongServer, probe_server
 
@@ -385,27 +386,47 @@ class Docker:
             error=str(state["Error"])[:500],
         )
 
-    async def output(self, container: str, lines: int, since: int | None) -> tuple[str, bool]:
+    async def output(self, container: str, query: LogTail, own: Mapping[str, str], seconds: float) -> tuple[str, bool]:
         """Return the last lines that a container has written, and whether some of them are missing.
 
-        Args:
-            since: only lines that were written after this time, in seconds since the epoch.
+        The values of its environment are replaced, except those of the image and those in `own`.
 
         Raises:
             DockerError: Docker refused, or does not answer in time; also if there is no such container.
         """
-        query = {"stdout": 1, "stderr": 1, "follow": 0, "tail": lines, **({} if since is None else {"since": since})}
-        what = f"output of {container}: {lines} {since}"
-        text, dropped = await self._look(what, lambda: self._read_output(container, query), pool=self._reading)
+        what = f"output of {container}: {query}"
+        read = partial(self._read_output, container, query, own)
+        text, dropped = await self._look(what, read, pool=self._reading, seconds=seconds)
         return str(text), bool(dropped)
 
-    def _read_output(self, container: str, query: dict[str, int]) -> tuple[str, bool]:
+    def _read_output(self, container: str, query: LogTail, own: Mapping[str, str]) -> tuple[str, bool]:
+        hidden = Hidden.of(self._given(container, own))
         url = self._api._url("/containers/{0}/logs", container)
-        with self._api.get(url, params=query, stream=True, timeout=_TIMEOUT) as answer:
+        asked = {"stdout": 1, "stderr": 1, "follow": 0, "tail": entries(query, hidden)}
+        asked["timestamps"] = int(query.since is not None)
+        with self._api.get(url, params=asked, stream=True, timeout=_TIMEOUT) as answer:
             self._api._raise_for_status(answer)
-            return last_bytes(answer.raw.read)
+            return last_lines(answer.raw.read, query, hidden)
 
-    async def _look(self, what: str, call: Callable[[], Any], *, pool: ThreadPoolExecutor | None = None) -> Any:
+    def _given(self, container: str, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of a container that are neither its image's nor `own`."""
+        found = self._api.inspect_container(container)
+        try:
+            image = self._api.inspect_image(found["Image"])
+        except self._errors.ImageNotFound:
+            image = {}
+        known = {*((image.get("Config") or {}).get("Env") or ()), *(f"{name}={text}" for name, text in own.items())}
+        variables = [item for item in found["Config"].get("Env") or () if item not in known]
+        return dict(item.split("=", 1) for item in variables if "=" in item)
+
+    async def _look(
+        self,
+        what: str,
+        call: Callable[[], Any],
+        *,
+        pool: ThreadPoolExecutor | None = None,
+        seconds: float = _LOOK_SECONDS,
+    ) -> Any:
         """Run `call` in the pool for queries, and wait some seconds; callers with the same `what` share one answer.
 
         Raises:
@@ -418,7 +439,7 @@ class Docker:
             )
             look.add_done_callback(lambda ended: self._looked(what, ended))
         try:
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await asyncio.shield(look)
         except TimeoutError:
             raise DockerError("docker did not answer in time") from None

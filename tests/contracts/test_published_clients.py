@@ -325,9 +325,9 @@ def test_osb_changes_what_leaves_and_with_which_secret(osb: Osb, internet: Inter
         ("snapshot create {id}", "SNAPSHOT::NOT_IMPLEMENTED"),
         ("snapshot list", "SNAPSHOT::NOT_IMPLEMENTED"),
         ("snapshot get unknown", "SNAPSHOT::NOT_FOUND"),
-        ("diagnostics logs {id} --scope all", "SANDBOX::API_NOT_SUPPORTED"),
-        ("diagnostics events {id} --scope all", "SANDBOX::API_NOT_SUPPORTED"),
-        ("devops summary {id}", "501 Not Implemented"),
+        ("diagnostics logs {id} --scope process", "DIAGNOSTICS_SCOPE_UNSUPPORTED"),
+        ("diagnostics events sbx-000000000000000000000000 --scope all", "DOCKER::SANDBOX_NOT_FOUND"),
+        ("devops summary sbx-000000000000000000000000", "not found"),
         ("template list", "FSB::API_NOT_SUPPORTED"),
         ("sandbox create --template tpl_x --timeout 1m", "FSB::API_NOT_SUPPORTED"),
         ("sandbox create --image unknown:1", "DOCKER::SANDBOX_IMAGE_PULL_FAILED"),
@@ -340,6 +340,30 @@ def test_osb_says_what_cannot_be(osb: Osb, command: str, code: str) -> None:
 
     assert 1 == status
     assert "".join(code.split()) in "".join((out + err).split())  # the program wraps its lines
+
+
+def test_osb_shows_diagnostics_of_a_sandbox_and_of_a_removed_one(osb: Osb) -> None:
+    """Logs and events with a scope, and all commands of the plain text."""
+    secret = f"value-{secrets.token_hex(8)}"
+    options = ["--image", "sallyport/base", "--timeout", "20m", "--env", f"TOKEN={secret}", "--extension"]
+    options += ["sallyport.runtime=runc", "--resource", "memory=256Mi"]
+    options += ["--entrypoint", "sh", "--entrypoint", "-c", "--entrypoint", "echo said $TOKEN; sleep 600"]
+    name = osb.json("sandbox create", *options)["id"]
+    for removed in (False, True):
+        if removed:
+            osb.told("sandbox", "kill", name)
+        logs = osb.json(f"diagnostics logs {name} --scope container")
+        assert ("logs", "container", "said [env TOKEN]") == (logs["kind"], logs["scope"], logs["content"])
+        assert "said [env TOKEN]" in osb.told("diagnostics", "logs", name, "--scope", "all")
+        events = osb.told("diagnostics", "events", name, "--scope", "runtime")
+        assert "CONTAINER_RUNNING: Sandbox container started successfully." in events
+        plain = [osb.told("devops", what, name) for what in ("logs", "inspect", "events", "summary")]
+        plain += [osb.told("devops", "logs", name, "--tail", "1", "--since", "10m")]
+        plain += [osb.told("devops", "events", name, "--limit", "1")]
+        plain += [osb.told("devops", "summary", name, "--tail", "1", "--event-limit", "1")]
+        assert removed == ("Removed: deleted by the API." in plain[1])
+        assert all(part in plain[3] for part in ("INSPECT", "EVENTS", "LOGS", "said [env TOKEN]"))
+        assert not any(secret in text for text in (events, *plain, json.dumps(logs)))
 
 
 class Mcp(Lines):

@@ -18,6 +18,7 @@ ON_BOTH = frozenset(
     {
         "test_ceilings",
         "test_clock",
+        "test_diagnostics",
         "test_faults_at_each_step",
         "test_lifecycle_shapes",
         "test_races",

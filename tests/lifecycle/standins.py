@@ -163,9 +163,8 @@ class StandInHostd(StandIn):
                 self._freeze(sandbox, HostState.PAUSED)
             case hostd.Resume(sandbox):
                 self._freeze(sandbox, HostState.RUNNING)
-            case hostd.Remove(sandbox):
-                await self._remove(sandbox)
-                return parameters(hostd.Removed(()))
+            case hostd.Remove(sandbox, lines):
+                return parameters(hostd.Removed((), await self._remove(sandbox, lines)))
             case hostd.Inspect(sandbox):
                 if sandbox not in self.sandboxes:
                     raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
@@ -173,8 +172,7 @@ class StandInHostd(StandIn):
             case hostd.ReadOutput(sandbox):
                 if sandbox not in self.sandboxes:
                     raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
-                text = "".join(self.printed.get(sandbox, "").splitlines(keepends=True)[-request.lines :])
-                return parameters(hostd.Printed(text, False))
+                return parameters(self._printed(sandbox, request.lines))
             case hostd.List():
                 return parameters(hostd.Listed(tuple(self.sandboxes.values())))
             case _:
@@ -219,13 +217,19 @@ class StandInHostd(StandIn):
         answer = await self.compiler.handle(None, Compile(selection), [])
         return CompiledPolicy.from_json(json.loads(answer.policy)).to_json()
 
-    async def _remove(self, sandbox: str) -> None:
+    def _printed(self, sandbox: str, lines: int) -> hostd.Printed:
+        written = self.printed.get(sandbox, "").removesuffix("\n").split("\n")
+        return hostd.Printed("\n".join(written[-lines:]), False)
+
+    async def _remove(self, sandbox: str, lines: int = 0) -> hostd.Printed | None:
         if sandbox in self.slow:
             await self.slow[sandbox].wait()
+        printed = self._printed(sandbox, lines) if lines and sandbox in self.sandboxes else None
         self.sandboxes.pop(sandbox, None)
         listener = self.listeners.pop(sandbox, None)
         if listener is not None:
             listener.close()
+        return printed
 
     def change(self, sandbox: str, **changes: Any) -> None:
         """Change fields of the sandbox's state."""
@@ -486,6 +490,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             ignored_fields=(),
             proxy_connections=128,
             renew_interval=None,
+            diagnostics_retention=86400,
             keep_alive=30,
             concurrency=1024,
             backlog=2048,

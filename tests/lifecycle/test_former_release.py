@@ -1,7 +1,7 @@
 """SQLite files of the former release, which had no Alembic: adopted after a copy, or refused without a change.
 
-The migrations are `lifecycle/database/versions/v0001_sandboxes.py`, `lifecycle/database/versions/v0002_owner.py` and
-`lifecycle/database/versions/v0004_shares.py`.
+The migrations are `lifecycle/database/versions/v0001_sandboxes.py`, `lifecycle/database/versions/v0002_owner.py`,
+`lifecycle/database/versions/v0004_shares.py` and `lifecycle/database/versions/v0005_histories.py`.
 """
 
 import shutil
@@ -87,6 +87,14 @@ def test_a_database_of_the_former_release_is_adopted(tmp_path: Path, version: in
     rows.open()
     assert [FIRST, SECOND] == sorted(rows.all(), key=lambda row: row.id)
     assert ([SECOND], 1) == rows.page(["stopping"], {}, 1, 10)
+    first, second = rows.history(FIRST.id), rows.history(SECOND.id)
+    assert first is not None
+    assert second is not None
+    assert [(FIRST.changed_at, "Running", FIRST.message)] == [
+        (event.at, event.state, event.message) for event in first.events
+    ]
+    assert (True, FIRST.entrypoint, None, 1) == (first.ran, first.entrypoint, first.removed_at, first.generation)
+    assert (False, SECOND.message) == (second.ran, second.events[0].message)
     rows.close()
     other = table(None, path, "srv-000000000000000000000002")
     other.open()

@@ -27,6 +27,8 @@ _MOST_PIDS: Final = 4 * 1024 * 1024
 _MOST_DISK: Final = 2**50
 _MOST_LINES: Final = 10_000
 _MOST_SECONDS: Final = 2**40
+MOST_KEPT: Final = 32 * 1024
+"""The most bytes of an output that are kept of a removed sandbox."""
 
 
 class Runtime(StrEnum):
@@ -199,20 +201,46 @@ class Resume(Request[Done]):
 
 
 @dataclass(frozen=True, slots=True)
+class Printed:
+    """The end of what a sandbox's entrypoint has written to its standard output and standard error.
+
+    Attributes:
+        text: whole lines. Values of the sandbox's environment are replaced by the names of their variables, and bytes
+            that are not UTF-8 by a sign. Everything else is as the entrypoint wrote it.
+        truncated: whether lines of the requested ones are missing, because they were too long.
+    """
+
+    text: str = field(repr=False)
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
-    """What is left of a sandbox, as sentences for a log. Empty is the good case."""
+    """The end of a removal.
+
+    Attributes:
+        residue: what is left of the sandbox, as sentences for a log. Empty is the good case.
+        printed: the end of its output, if it was requested and could be read.
+    """
 
     residue: tuple[str, ...]
+    printed: Printed | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Remove(Request[Removed]):
-    """Remove a sandbox; an unknown one is no error."""
+    """Remove a sandbox; an unknown one is no error.
+
+    Attributes:
+        lines: the number of last lines of its output that the answer has, at most `MOST_KEPT` bytes; 0 for none.
+    """
 
     sandbox: str
+    lines: int = 0
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
+        _within(self.lines, 0, _MOST_LINES, "lines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,24 +321,11 @@ class Inspect(Request[Inspected]):
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
-    """The end of what a sandbox's entrypoint has written to its standard output and standard error.
-
-    Attributes:
-        text: whole lines, as the entrypoint wrote them. Bytes that are not UTF-8 are replaced.
-        truncated: whether lines of the requested ones are missing, because they were too long.
-    """
-
-    text: str = field(repr=False)
-    truncated: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ReadOutput(Request[Printed]):
     """Ask for the last lines of the output of a sandbox's entrypoint. It can have ended.
 
     Attributes:
-        lines: their number.
+        lines: their number. A line of more than 16 KiB counts as several.
         since: only lines that were written after this time, in seconds since the epoch; None for all.
     """
 

@@ -10,6 +10,7 @@ from lifecycle.egress.changes import Egress
 from lifecycle.egress.routes import EgressApi
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits
+from lifecycle.sandboxes.diagnostics import Diagnostics
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.pools import Pools
@@ -46,6 +47,7 @@ class Context:
     clock: Clock
     egress: Egress
     egress_api: EgressApi
+    diagnostics: Diagnostics
     tokens: Tokens
     route_keys: RouteKeys
     journal: Journal

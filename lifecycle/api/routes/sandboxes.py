@@ -12,6 +12,7 @@ from lifecycle.api.routes.context import KEY_LABEL, Server
 from lifecycle.api.routes.strict import StrictRoute
 from lifecycle.sandboxes.creation import plan
 from lifecycle.sandboxes.labels import parse_filter
+from lifecycle.sandboxes.moments import timestamp
 from lifecycle.sandboxes.registry import Sandbox
 from lifecycle.sandboxes.transaction import Creation, Creations
 
@@ -112,4 +113,4 @@ async def resume(server: Server, sandbox: str) -> Response:
 async def renew(server: Server, sandbox: str, body: models.Renew) -> dict[str, str]:
     """Set the expiry."""
     row = await server.orchestrator.renew(sandbox, body.expires_at)
-    return {"expiresAt": models.timestamp(row.expires_at or 0)}
+    return {"expiresAt": timestamp(row.expires_at or 0)}

@@ -38,12 +38,3 @@ async def list_snapshots() -> None:
 async def snapshot(snapshot: str) -> None:
     """Report that the snapshot does not exist, because none exists."""
     raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {snapshot[:80]} not found.")
-
-
-@router.get("/sandboxes/{sandbox}/diagnostics/{kind}")
-async def diagnostics(server: Server, sandbox: str, kind: str) -> None:
-    """Diagnostics."""
-    await server.rows.get(sandbox)
-    if kind not in ("logs", "events", "inspect", "summary"):
-        raise ApiError(404, "GENERAL::UNKNOWN_ERROR", "Not Found")
-    raise ApiError(501, "SANDBOX::API_NOT_SUPPORTED", "Diagnostics are not supported by this server yet.")

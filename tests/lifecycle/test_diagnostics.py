@@ -1,0 +1,344 @@
+"""Diagnostics of sandboxes that exist and of removed ones: contents, bounds, parameters, retention.
+
+The histories are in the state database (`lifecycle/database/histories.py`), with times as in
+`lifecycle/sandboxes/moments.py`. The routes are those of `lifecycle/api/routes/diagnostics.py`.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from standins import IMAGE, World, world
+from test_transactions import until
+
+import wire
+from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.registry import State
+from wire.api.states import HostState
+
+SECRET = "value-of-the-caller"
+BODY: dict[str, Any] = {
+    "image": {"uri": IMAGE},
+    "entrypoint": ["sleep", "it's"],
+    "resourceLimits": {"cpu": "500m", "memory": "256Mi"},
+    "env": {"TOKEN": SECRET, "OTHER": "x"},
+}
+CONTENT = {"sandboxId", "kind", "scope", "delivery", "contentType", "content", "contentLength", "truncated"}
+
+
+class Api:
+    """The diagnostics of one server."""
+
+    def __init__(self, world: World, client: httpx.AsyncClient) -> None:
+        self.world = world
+        self.client = client
+
+    async def create(self, **changes: Any) -> str:
+        answer = await self.client.post("/v1/sandboxes", json=BODY | changes)
+        assert 202 == answer.status_code, answer.text
+        return str(answer.json()["id"])
+
+    async def get(self, sandbox: str, what: str, status: int = 200) -> httpx.Response:
+        answer = await self.client.get(f"/v1/sandboxes/{sandbox}/diagnostics/{what}")
+        assert status == answer.status_code, answer.text
+        return answer
+
+    async def json(self, sandbox: str, what: str) -> dict[str, Any]:
+        answer = await self.get(sandbox, what)
+        body: dict[str, Any] = answer.json()
+        assert CONTENT <= body.keys() <= CONTENT | {"warnings"}
+        assert ("inline", "text/plain; charset=utf-8", sandbox) == (
+            body["delivery"],
+            body["contentType"],
+            body["sandboxId"],
+        )
+        assert len(body["content"].encode()) == body["contentLength"]
+        assert "deprecation" not in answer.headers
+        return body
+
+    async def text(self, sandbox: str, what: str) -> str:
+        answer = await self.get(sandbox, what)
+        assert ("true", "text/plain; charset=utf-8") == (answer.headers["deprecation"], answer.headers["content-type"])
+        return answer.text
+
+    async def reasons(self, sandbox: str, scope: str = "all") -> list[str]:
+        content = (await self.json(sandbox, f"events?scope={scope}"))["content"]
+        return [line.split()[2].rstrip(":") for line in content.split("\n")]
+
+
+@pytest.fixture
+async def api(server: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
+    monkeypatch.setattr(reaper, "OBSERVE_SECONDS", 0.02)
+    async with server.client() as client:
+        yield Api(server, client)
+
+
+async def test_logs_are_the_end_of_the_output(api: Api) -> None:
+    sandbox = await api.create()
+    empty = await api.json(sandbox, "logs?scope=container")
+    assert ("", False, "logs", "container") == (empty["content"], empty["truncated"], empty["kind"], empty["scope"])
+    assert "(no logs)" == await api.text(sandbox, "logs")
+    api.world.hostd.printed[sandbox] = "".join(f"line {number} é\n" for number in range(1, 101))
+    body = await api.json(sandbox, "logs?scope=container")
+    assert (False, 100) == (body["truncated"], len(body["content"].split("\n")))
+    assert "warnings" not in body
+    api.world.hostd.printed[sandbox] += "last\n"
+    body = await api.json(sandbox, "logs?scope=%20ALL%20")
+    assert (True, "all", "line 2 é", "last") == (
+        body["truncated"],
+        body["scope"],
+        *(body["content"].split("\n")[place] for place in (0, -1)),
+    )
+    assert ["This server has no logs but the output of the container."] == body["warnings"]
+    assert "line 100 é\nlast" == await api.text(sandbox, "logs?tail=2&container=other")
+    assert 100 == len((await api.text(sandbox, "logs")).split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("since", "seconds"),
+    [("10m", 600), ("1h", 3600), ("45", 45), ("7s", 7), ("2d", 172800), ("soon", 600), ("-1", 600), ("", 600)],
+)
+async def test_since_is_a_duration_and_anything_else_ten_minutes(api: Api, since: str, seconds: int) -> None:
+    sandbox = await api.create()
+    await api.text(sandbox, f"logs?since={since}")
+    asked = api.world.hostd.named("read_output")[-1]["since"]
+    assert -2 <= asked - (api.world.clock()() - seconds) <= 2
+
+
+async def test_control_characters_are_escaped_in_both_forms(api: Api) -> None:
+    sandbox = await api.create()
+    api.world.hostd.printed[sandbox] = "\x1b]0;title\x07 \x9b31m \u202e\u2066 \x00\r\nnext\tcolumn\n"
+    for text in (await api.text(sandbox, "logs"), (await api.json(sandbox, "logs?scope=all"))["content"]):
+        assert "\\u{1b}]0;title\\u{7} \\u{9b}31m \\u{202e}\\u{2066} \\u{0}\nnext\tcolumn" == text
+
+
+async def test_events_are_the_states_with_their_reasons(api: Api) -> None:
+    sandbox = await api.create()
+    assert 202 == (await api.client.post(f"/v1/sandboxes/{sandbox}/pause")).status_code
+    assert 202 == (await api.client.post(f"/v1/sandboxes/{sandbox}/resume")).status_code
+    policy = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "a.example"}]}
+    assert 200 == (await api.client.put(f"/v1/sandboxes/{sandbox}/networkpolicy", json=policy)).status_code
+    api.world.hostd.change(sandbox, generation=2, oom=True)
+    await until(lambda: _has(api, sandbox, "OOM_KILL"))
+    api.world.hostd.change(sandbox, state=HostState.EXITED, exit_code=3, worker_pid=None)
+    await until(lambda: _has(api, sandbox, "OOM"))
+    states = ["CONTAINER_STARTING", "CONTAINER_RUNNING", "CONTAINER_PAUSING", "CONTAINER_PAUSED"]
+    states += ["CONTAINER_RUNNING", "POLICY_CHANGED", "GATEWAY_REPLACED", "OOM_KILL", "OOM"]
+    assert states == await api.reasons(sandbox)
+    network = ["POLICY_CHANGED", "GATEWAY_REPLACED"]
+    assert network == await api.reasons(sandbox, "network")
+    assert [name for name in states if name not in network] == await api.reasons(sandbox, "runtime")
+    described = await api.text(sandbox, "inspect")
+    assert "Exit code:        3\n" in described
+    text = await api.text(sandbox, "events?limit=1")
+    assert text.endswith("Z Failed   OOM: The sandbox was ended at its memory limit.")
+    body = await api.json(sandbox, "events?scope=network")
+    assert ("events", "network", False) == (body["kind"], body["scope"], body["truncated"])
+
+
+async def _has(api: Api, sandbox: str, reason: str) -> bool:
+    return reason in await api.reasons(sandbox)
+
+
+async def test_of_more_than_fifty_events_the_newest_are_shown(api: Api) -> None:
+    sandbox = await api.create()
+    server = api.world.server
+    assert server is not None
+    for number in range(60):
+        await server.registry.update(sandbox, lambda row, n=number: row.moved(State.RUNNING, f"R{n}", "", float(n)))
+    body = await api.json(sandbox, "events?scope=all")
+    lines = body["content"].split("\n")
+    assert (True, 50) == (body["truncated"], len(lines))
+    assert 62 <= len((await api.text(sandbox, "events?limit=500")).split("\n"))
+
+
+async def test_a_removed_sandbox_keeps_its_diagnostics(api: Api) -> None:
+    sandbox = await api.create()
+    api.world.hostd.printed[sandbox] = "first\nlast\n"
+    assert 204 == (await api.client.delete(f"/v1/sandboxes/{sandbox}")).status_code
+    assert 404 == (await api.client.get(f"/v1/sandboxes/{sandbox}")).status_code
+    body = await api.json(sandbox, "logs?scope=all")
+    assert "first\nlast" == body["content"]
+    assert body["warnings"][0].startswith("The sandbox was removed at ")
+    assert "last" == await api.text(sandbox, "logs?tail=1&since=1s")
+    content = (await api.json(sandbox, "events?scope=lifecycle"))["content"].split("\n")
+    assert content[-1].endswith("REMOVED: Removed: deleted by the API.")
+    described = await api.text(sandbox, "inspect")
+    assert "State:            Removed: deleted by the API.\n" in described
+    summary = await api.text(sandbox, "summary?tail=1&event_limit=2")
+    assert "\nLOGS\n----\nlast\n" in summary
+    assert described in summary
+
+
+async def test_an_expired_sandbox_keeps_them_too(api: Api) -> None:
+    sandbox = await api.create(timeout=60)
+    api.world.hostd.printed[sandbox] = "text\n"
+    api.world.offset += 61.0
+    server = api.world.server
+    assert server is not None
+    server.reaper.wake()
+    await until(lambda: _has(api, sandbox, "REMOVED"))
+    assert "Removed: expired.\n" in await api.text(sandbox, "inspect")
+    assert "text" == await api.text(sandbox, "logs")
+
+
+async def test_after_the_retention_nothing_is_left(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "PURGE_SECONDS", 0.0)
+    sandbox, other = await api.create(), await api.create()
+    await api.client.delete(f"/v1/sandboxes/{sandbox}")
+    api.world.offset += 86399.0
+    await api.get(sandbox, "inspect")
+    api.world.offset += 2.0
+    await api.get(sandbox, "inspect", 404)
+    server = api.world.server
+    assert server is not None
+
+    async def purged() -> bool:
+        server.reaper.wake()
+        return await server.registry.history(sandbox) is None
+
+    await until(purged)
+    await api.get(other, "inspect")
+
+
+async def test_without_a_retention_nothing_is_kept_and_no_output_is_read() -> None:
+    async with world(diagnostics_retention=0) as described, described.serving(), described.client() as client:
+        api = Api(described, client)
+        sandbox = await api.create()
+        await api.get(sandbox, "events?scope=all")
+        await client.delete(f"/v1/sandboxes/{sandbox}")
+        await api.get(sandbox, "events?scope=all", 404)
+        assert [0] == [call["lines"] for call in described.hostd.named("remove")]
+        server = described.server
+        assert server is not None
+        assert await server.registry.history(sandbox) is None
+
+
+async def test_the_output_of_a_failed_start_is_not_kept(api: Api) -> None:
+    """Also if the removal is left to the reaper. The cause is kept."""
+    api.world.start_seconds = 5.0
+    api.world.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
+    for left in (False, True):
+        if left:
+            api.world.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
+        assert 500 == (await api.client.post("/v1/sandboxes", json=BODY)).status_code
+        sandbox = api.world.hostd.named("launch")[-1]["sandbox"]
+        api.world.hostd.printed[sandbox] = "output of a start\n"
+        api.world.hostd.fail.pop("remove", None)
+        await until(lambda name=sandbox: _has(api, name, "REMOVED"))
+        assert "(no logs)" == await api.text(sandbox, "logs")
+        body = await api.json(sandbox, "logs?scope=container")
+        assert body["warnings"][0].endswith("has not run. Its output was not kept.")
+        assert "Sandbox could not be started" in await api.text(sandbox, "events")
+
+
+async def test_the_output_survives_a_removal_that_is_finished_later(api: Api) -> None:
+    """hostd has removed the sandbox, and vaultd does not answer yet."""
+    sandbox = await api.create()
+    api.world.hostd.printed[sandbox] = "text\n"
+    api.world.vaultd.fail["close_sandbox"] = wire.RequestError(wire.Code.INTERNAL, "no")
+    assert 500 == (await api.client.delete(f"/v1/sandboxes/{sandbox}")).status_code
+    del api.world.vaultd.fail["close_sandbox"]
+    await until(lambda: _has(api, sandbox, "REMOVED"))
+    assert "text" == await api.text(sandbox, "logs")
+
+
+async def test_a_description_has_names_of_variables_and_no_value(api: Api) -> None:
+    sandbox = await api.create(metadata={"label": "label-value"}, secureAccess=True)
+    described = await api.text(sandbox, "inspect")
+    lines = dict(line.split(":", 1) for line in described.split("\n"))
+    assert "cpu 0.5, memory 256Mi, 256 processes, disk 1024Mi" == lines["Limits"].strip()
+    assert "OTHER, TOKEN (values are not shown)" == lines["Environment"].strip()
+    assert "sleep 'it'\"'\"'s'" == lines["Entrypoint"].strip()
+    tokens = api.world.tokens
+    whole = described + await api.text(sandbox, "summary") + await api.text(sandbox, "events")
+    for secret in (SECRET, "label-value", tokens.execd(sandbox), "k" * 32):
+        assert secret not in whole
+    server = api.world.server
+    assert server is not None
+    assert SECRET not in repr(await server.registry.history(sandbox))
+
+
+async def test_a_host_that_does_not_answer_fails_the_logs_only(api: Api) -> None:
+    sandbox = await api.create()
+    api.world.hostd.fail["read_output"] = wire.RequestError(wire.Code.DOCKER, "no")
+    answer = await api.get(sandbox, "logs?scope=container", 500)
+    assert "DOCKER::SANDBOX_QUERY_FAILED" == answer.json()["code"]
+    assert "(The output cannot be read now: Docker on this host failed.)" in await api.text(sandbox, "summary")
+    api.world.hostd.fail["inspect"] = wire.RequestError(wire.Code.INTERNAL, "no")
+    assert "Container:        not known now: the host service failed" in await api.text(sandbox, "inspect")
+    api.world.hostd.sandboxes.pop(sandbox)
+    del api.world.hostd.fail["read_output"]
+    body = await api.json(sandbox, "logs?scope=container")
+    assert ("", 1) == (body["content"], len(body["warnings"]))
+
+
+@pytest.mark.parametrize(
+    ("query", "supported"),
+    [
+        ("logs?scope=lifecycle", "container, all"),
+        ("logs?scope=", "container, all"),
+        ("events?scope=container", "lifecycle, runtime, network, all"),
+        ("events?scope=x%1b%5b31m", "lifecycle, runtime, network, all"),
+    ],
+)
+async def test_another_scope_is_refused_with_the_supported_ones(api: Api, query: str, supported: str) -> None:
+    answer = await api.get(await api.create(), query, 400)
+    assert "DIAGNOSTICS_SCOPE_UNSUPPORTED" == answer.json()["code"]
+    assert answer.json()["message"].endswith(f"supported are {supported}.")
+    assert answer.json()["message"].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("logs?tail=0", 422),
+        ("logs?tail=10001", 422),
+        ("logs?tail=x", 422),
+        ("logs?tail=1&tail=2", 400),
+        ("logs?lines=1", 400),
+        ("logs?since=" + "1" * 65, 422),
+        ("logs?scope=all&tail=1", 400),
+        ("logs?scope=all&since=1m", 400),
+        ("logs?scope=all&container=a", 400),
+        ("events?limit=0", 422),
+        ("events?limit=501", 422),
+        ("events?scope=all&limit=1", 400),
+        ("events?tail=1", 400),
+        ("inspect?tail=1", 400),
+        ("summary?limit=1", 400),
+        ("summary?tail=0", 422),
+        ("summary?event_limit=501", 422),
+        ("unknown", 404),
+    ],
+)
+async def test_other_parameters_are_refused(api: Api, query: str, status: int) -> None:
+    answer = await api.get(await api.create(), query, status)
+    assert {"code", "message"} <= answer.json().keys()
+
+
+@pytest.mark.parametrize("what", ["logs?scope=all", "logs", "events?scope=all", "events", "inspect", "summary"])
+@pytest.mark.parametrize("sandbox", ["sbx-" + "0" * 24, "SBX", "a%00b", "..%2f..%2fetc"])
+async def test_an_unknown_sandbox_has_none(api: Api, what: str, sandbox: str) -> None:
+    await api.get(sandbox, what, 404)
+    answer = await api.client.get(f"/v1/sandboxes/{sandbox}/diagnostics/{what}", headers={"OPEN-SANDBOX-API-KEY": "x"})
+    assert 401 == answer.status_code
+
+
+async def test_a_server_has_the_histories_of_its_own_sandboxes_only(api: Api) -> None:
+    """Two servers on one database: the rule for rows holds for histories."""
+    sandbox = await api.create()
+    server = api.world.server
+    assert server is not None
+    table = server.registry._table
+    other = type(table)(table._database, "srv-" + "9" * 24)
+    assert table.history(sandbox) is not None
+    assert other.history(sandbox) is None
+    other.record(sandbox, lambda history: json.loads("broken"))
+    other.purge(1e12)
+    other.shift(1.0)
+    await api.client.delete(f"/v1/sandboxes/{sandbox}")
+    other.purge(1e12)
+    await api.get(sandbox, "inspect")
