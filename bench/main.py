@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import create, density, execd, first_code, gateway, goals, pause, policy_change
+from bench import create, density, execd, first_code, gateway, goals, listing, pause, policy_change
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.fixture import BenchError, BenchStack, CodeStack, DensityStack, Fixture, fixture
@@ -25,6 +25,7 @@ BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "gateway": gateway.measure,
     "policy_change": policy_change.measure,
     "pause": pause.measure,
+    "list": listing.measure,
     "code": first_code.measure,
 }
 ON_DEMAND: dict[str, Callable[[Fixture, int], list[Figure]]] = {"density": density.measure}

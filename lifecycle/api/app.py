@@ -277,7 +277,7 @@ def api(context: Context) -> FastAPI:
     app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.context = context
     app.include_router(system.root)
-    for prefix in ("", "/v1"):
+    for prefix in ("/v1", ""):  # Routes are compared in this order, and the SDKs call those below /v1.
         for module in (sandboxes, diagnostics, endpoints, networkpolicy, pools, system, unsupported):
             app.include_router(module.router, prefix=prefix)
     app.add_exception_handler(ApiError, _api_error)

@@ -56,6 +56,7 @@ class SQLite:
         self.path = path
         self.place = str(path)
         self._faults = _Faults(self.place)
+        self._opened: sqlite3.Connection | None = None
         self._engine = create_engine("sqlite://", creator=self._connect, poolclass=StaticPool, hide_parameters=True)
 
     def _connect(self) -> sqlite3.Connection:
@@ -67,7 +68,21 @@ class SQLite:
         except BaseException:
             connection.close()
             raise
+        self._opened = connection
         return connection
+
+    def version(self) -> int:
+        """Return a number that changes when another program has committed a change.
+
+        Raises:
+            RegistryError: the file is not open, or cannot be read.
+        """
+        try:
+            if self._opened is not None:
+                return int(self._opened.execute("PRAGMA data_version").fetchone()[0])
+        except sqlite3.Error as error:
+            raise RegistryError(f"the state database {self.place} failed: {error}") from None
+        raise RegistryError(f"the state database {self.place} is not open")
 
     @contextlib.contextmanager
     def statement(self) -> Iterator[Connection]:
@@ -117,6 +132,7 @@ class SQLite:
 
     def close(self) -> None:
         """Close the file."""
+        self._opened = None
         self._engine.dispose()
 
 

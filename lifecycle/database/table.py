@@ -6,20 +6,22 @@
 - A row and the event of its change are written in one transaction.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, and_, bindparam, delete, func, literal_column, not_, or_, select, update
+from sqlalchemy import ColumnElement, Row, and_, bindparam, delete, func, not_, or_, select, update
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from lifecycle.api.errors import busy
-from lifecycle.database.engine import Database
+from lifecycle.database.engine import Database, SQLite
 from lifecycle.database.histories import Histories
 from lifecycle.database.migrations import migrate
+from lifecycle.database.resident import Resident
 from lifecycle.database.schema import pools, sandboxes
 from lifecycle.sandboxes import ceilings
 from lifecycle.sandboxes.ceilings import Ceilings, Held
@@ -102,6 +104,7 @@ class SandboxTable:
         self._histories = Histories(owner)
         self._put = _put(database.dialect)
         self._add_pool = _add_pool(database.dialect)
+        self._resident = Resident(self._all, database.version) if isinstance(database, SQLite) else None
 
     @property
     def readers(self) -> int:
@@ -136,6 +139,8 @@ class SandboxTable:
 
     def get(self, sandbox: str) -> Sandbox | None:
         """Return one row."""
+        if self._resident is not None:
+            return self._resident.rows().get(sandbox)
         with self._database.statement() as connection:
             row = connection.execute(_GET, self._own(sandbox=sandbox)).one_or_none()
         return None if row is None else _sandbox(row)
@@ -146,11 +151,13 @@ class SandboxTable:
         Raises:
             RegistryError: also if the id is that of another server's row.
         """
-        with self._database.transaction() as connection:
+        with self._changed() as connection:
             written = connection.execute(self._put, {**_values(sandbox), "owner": self._owner}).rowcount
             if written != 1:
                 raise RegistryError("the state database has a sandbox of this id that belongs to another server")
             self._histories.follow(connection, sandbox, given, self._now())
+        if self._resident is not None:
+            self._resident.set(sandbox)
 
     def admit(self, sandbox: Sandbox, most: int, limits: Ceilings, given: Given | None = None) -> None:
         """Insert a row, if this server then has at most `most`, and if no ceiling is exceeded.
@@ -161,7 +168,7 @@ class SandboxTable:
             ApiError: the row was not inserted.
             RegistryError: also if the id is that of another row.
         """
-        with self._database.transaction() as connection:
+        with self._changed() as connection:
             self._lock_admissions(connection, limits)
             if _number(connection, _COUNT, self._own()) >= most:
                 raise busy("Too many sandboxes at once on this server.")
@@ -173,6 +180,8 @@ class SandboxTable:
             if connection.execute(self._put, values).rowcount != 1:
                 raise RegistryError("the state database has a sandbox of this id that belongs to another server")
             self._histories.follow(connection, sandbox, given, self._now())
+        if self._resident is not None:
+            self._resident.set(sandbox)
 
     def _lock_admissions(self, connection: Connection, limits: Ceilings) -> None:
         """Make this the only admission until the end of the transaction. An SQLite transaction is that already."""
@@ -187,7 +196,7 @@ class SandboxTable:
         Args:
             limits: for the sandboxes of the row's API key after the change, which the row did not have before it.
         """
-        with self._database.transaction() as connection:
+        with self._changed() as connection:
             query = _GET.with_for_update() if self._database.dialect == "postgresql" else _GET
             row = connection.execute(query, self._own(sandbox=sandbox)).one_or_none()
             if row is None:
@@ -202,23 +211,29 @@ class SandboxTable:
                 connection.execute(_UPDATE, self._own(sandbox=sandbox, **new))
             if _told(changed) != _told(current):
                 self._histories.follow(connection, changed, None, self._now())
+        if self._resident is not None and changed != current:
+            self._resident.set(changed)
         return changed
 
     def delete(self, sandbox: str, removal: Removal | None = None) -> bool:
         """Remove one row. Return whether it existed. Its history ends with `removal`, or is removed too."""
-        with self._database.transaction() as connection:
+        with self._changed() as connection:
             existed: bool = connection.execute(_DELETE, self._own(sandbox=sandbox)).rowcount > 0
             if existed and removal is not None and self._keeps:
                 self._histories.change(connection, sandbox, lambda history: history.ended(removal))
             elif existed:
                 self._histories.delete(connection, sandbox)
+        if self._resident is not None:
+            self._resident.remove(sandbox)
         return existed
 
     def shift(self, seconds: float) -> None:
         """Move the expiry and the last change of every row, and the time of every removal."""
-        with self._database.transaction() as connection:
+        with self._changed() as connection:
             connection.execute(_SHIFT, self._own(seconds=seconds))
             self._histories.shift(connection, seconds)
+        if self._resident is not None:
+            self._resident.forget()
 
     def history(self, sandbox: str) -> History | None:
         """Return one history, also of a removed sandbox."""
@@ -237,8 +252,22 @@ class SandboxTable:
 
     def all(self) -> list[Sandbox]:
         """Return every row."""
+        return self._all() if self._resident is None else list(self._resident.rows().values())
+
+    def _all(self) -> list[Sandbox]:
         with self._database.statement() as connection:
             return [_sandbox(row) for row in connection.execute(_ALL, self._own())]
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[Connection]:
+        """Lend a connection for a transaction that changes rows. If it fails, the rows in memory are read again."""
+        try:
+            with self._database.transaction() as connection:
+                yield connection
+        except BaseException:
+            if self._resident is not None:
+                self._resident.forget()
+            raise
 
     def expired(self, now: float) -> list[Sandbox]:
         """Return expired rows, and those of a removal that has begun."""
@@ -255,13 +284,15 @@ class SandboxTable:
         self, states: Sequence[str], metadata: Mapping[str, str], page: int, size: int
     ) -> tuple[list[Sandbox], int]:
         """Return one page, newest first, and the number of all matches."""
+        if self._resident is not None:
+            return self._resident.page(states, metadata, page, size)
         matches = [_OWN, sandboxes.c.idle == False]  # noqa: E712 - an expression of SQL
         if states:
             wanted = {state.lower() for state in states}
             matches.append(sandboxes.c.state.in_([state for state in State if state.lower() in wanted]))
         if any("\0" in word for item in metadata.items() for word in item):
             return [], 0  # No row has such a label, and PostgreSQL refuses such a parameter.
-        matches += [self._has_label(key, value) for key, value in metadata.items()]
+        matches += [_has_label(key, value) for key, value in metadata.items()]
         one = select(*_COLUMNS).where(*matches).order_by(sandboxes.c.created_at.desc(), sandboxes.c.id)
         one = one.limit(size).offset(min((page - 1) * size, _LARGEST))
         with self._database.statement() as connection:
@@ -270,6 +301,8 @@ class SandboxTable:
 
     def count(self) -> int:
         """Return the number of rows."""
+        if self._resident is not None:
+            return len(self._resident.rows())
         with self._database.statement() as connection:
             return _number(connection, _COUNT, self._own())
 
@@ -314,14 +347,6 @@ class SandboxTable:
     def _own(self, **parameters: Any) -> dict[str, Any]:
         return {"own": self._owner, **parameters}
 
-    def _has_label(self, key: str, value: str) -> ColumnElement[bool]:
-        text = sandboxes.c["metadata"]
-        if self._database.dialect == "postgresql":
-            document = sql_cast(text, postgresql.JSONB)
-            return document.op("@>")(sql_cast(bindparam(None, {key: value}, postgresql.JSONB), postgresql.JSONB))
-        item = func.json_each(text).table_valued("key", "value")
-        return select(literal_column("1")).select_from(item).where(item.c.key == key, item.c.value == value).exists()
-
 
 def _put(dialect: str) -> Any:
     insert = postgresql.insert(sandboxes) if dialect == "postgresql" else sqlite.insert(sandboxes)
@@ -339,6 +364,11 @@ def _add_pool(dialect: str) -> Any:
 def _pool(connection: Connection, parameters: dict[str, Any]) -> SandboxPool | None:
     row = connection.execute(_POOL, parameters).one_or_none()
     return None if row is None else SandboxPool.from_json(row[0])
+
+
+def _has_label(key: str, value: str) -> ColumnElement[bool]:
+    document = sql_cast(sandboxes.c["metadata"], postgresql.JSONB)
+    return document.op("@>")(sql_cast(bindparam(None, {key: value}, postgresql.JSONB), postgresql.JSONB))
 
 
 def _told(sandbox: Sandbox) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 - Calls are made in one thread, in their order. So writes are serial, a read-modify-write (`update`) is atomic, a reader
   of all rows finds every earlier write, and no call blocks the event loop.
-- Only look-ups (`get`, `page`, `count`) read beside that thread while no call is in progress there: `get` of SQLite in
-  the caller's thread, those of PostgreSQL in further threads. They see all committed rows, also those of other writers.
+- Only look-ups (`get`, `page`, `count`, `history`) read beside that thread while no call is in progress there: those
+  of SQLite in the caller's thread, mostly from memory, those of PostgreSQL in further threads. They see all committed
+  rows, also those of other writers.
 - An answered write survives a crash of the process and of the host.
 - A PostgreSQL that does not answer costs each call a bounded time. A call that has not begun by then is never made.
 - A sandbox has a history (`history`), which stays for some time after its removal.
@@ -149,9 +150,6 @@ class Registry:
 
     async def get(self, sandbox: str) -> Sandbox | None:
         """Return the row of one sandbox, or None."""
-        self._check_open()
-        if self._readers is None and self._idle:
-            return self._table.get(sandbox)
         return await self._look_up(lambda: self._table.get(sandbox))
 
     async def update(
@@ -232,7 +230,8 @@ class Registry:
 
     @property
     def _idle(self) -> bool:
-        return all(call.done() for call in self._calls)
+        self._calls = [call for call in self._calls if not call.done()]
+        return not self._calls
 
     def _check_open(self) -> None:
         """Refuse a call on a database whose schema was not compared yet."""
@@ -241,8 +240,10 @@ class Registry:
 
     async def _look_up[T](self, work: Callable[[], T]) -> T:
         self._check_open()
-        if self._readers is None or not self._idle:
+        if not self._idle:
             return await self._run(work)
+        if self._readers is None:
+            return work()
         return await self._bounded(self._readers.submit(work))
 
     async def _run[T](self, work: Callable[[], T]) -> T:

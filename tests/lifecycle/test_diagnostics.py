@@ -16,6 +16,7 @@ from test_transactions import until
 import wire
 from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.registry import State
+from wire.api.hostd import Launch, PolicyInForce
 from wire.api.states import HostState
 
 SECRET = "value-of-the-caller"
@@ -216,22 +217,35 @@ async def test_without_a_retention_nothing_is_kept_and_no_output_is_read() -> No
         assert await server.registry.history(sandbox) is None
 
 
-async def test_the_output_of_a_failed_start_is_not_kept(api: Api) -> None:
-    """Also if the removal is left to the reaper. The cause is kept."""
-    api.world.start_seconds = 5.0
-    api.world.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
-    for left in (False, True):
-        if left:
-            api.world.hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
-        assert 500 == (await api.client.post("/v1/sandboxes", json=BODY)).status_code
-        sandbox = api.world.hostd.named("launch")[-1]["sandbox"]
-        api.world.hostd.printed[sandbox] = "output of a start\n"
-        api.world.hostd.fail.pop("remove", None)
-        await until(lambda name=sandbox: _has(api, name, "REMOVED"))
-        assert "(no logs)" == await api.text(sandbox, "logs")
-        body = await api.json(sandbox, "logs?scope=container")
-        assert body["warnings"][0].endswith("has not run. Its output was not kept.")
-        assert "Sandbox could not be started" in await api.text(sandbox, "events")
+@pytest.mark.parametrize("left", [False, True])
+async def test_the_output_of_a_failed_start_is_not_kept(monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
+    """Also if its removal is `left` to the reaper, which reads the output. The cause is kept."""
+    async with world(ingress=False) as described:
+        hostd, launch = described.hostd, described.hostd._launch
+
+        async def ends(request: Launch) -> PolicyInForce:
+            answer = await launch(request)
+            hostd.change(request.sandbox, state=HostState.EXITED, exit_code=127)
+            hostd.printed[request.sandbox] = "output of a start\n"
+            return answer
+
+        monkeypatch.setattr(hostd, "_launch", ends)
+        described.start_seconds = 5.0
+        async with described.serving(), described.client() as client:
+            api = Api(described, client)
+            if left:
+                hostd.fail["remove"] = wire.RequestError(wire.Code.DOCKER, "no")
+            assert 500 == (await client.post("/v1/sandboxes", json=BODY)).status_code
+            sandbox = hostd.named("launch")[-1]["sandbox"]
+            hostd.fail.pop("remove", None)
+            await until(lambda: _has(api, sandbox, "REMOVED"))
+            assert left == (1000 in [call["lines"] for call in hostd.named("remove")])
+            assert "(no logs)" == await api.text(sandbox, "logs")
+            body = await api.json(sandbox, "logs?scope=container")
+            assert body["warnings"][0].endswith("has not run. Its output was not kept.")
+            events = await api.text(sandbox, "events")
+            assert "The entrypoint ended with exit code 127." in events
+            assert "output of a start" not in events
 
 
 async def test_the_output_survives_a_removal_that_is_finished_later(api: Api) -> None:

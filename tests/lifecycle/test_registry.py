@@ -1,13 +1,15 @@
 """The state database: results of look-ups, one owner's rows, on SQLite and PostgreSQL."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from backends import OWNER, table
+from sqlalchemy import Connection
 
 from lifecycle.config.serve import DatabaseConfig
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
@@ -79,7 +81,7 @@ async def test_a_look_up_waits_for_a_write_without_a_waiting_caller(registry: Re
     assert replace(ROW, secure_access=True) == await look_up
 
 
-async def test_every_value_of_a_row_comes_back(registry: Registry) -> None:
+async def test_every_value_of_a_row_comes_back(registry: Registry, databases: Databases) -> None:
     """Also NUL and characters beyond ASCII in JSON, and times to the microsecond."""
     full = Sandbox(
         id="two",
@@ -109,7 +111,7 @@ async def test_every_value_of_a_row_comes_back(registry: Registry) -> None:
         key_label="0123456789abcdef",
     )
     await registry.put(full)
-    assert full == await registry.get("two")
+    assert full == await registry.get("two") == await (await databases.of()).get("two")
     moved = full.moved(State.STOPPING, "x", "y", 2.0)
     await registry.put(moved)
     assert moved == await registry.get("two")
@@ -117,6 +119,31 @@ async def test_every_value_of_a_row_comes_back(registry: Registry) -> None:
     assert [moved] == await registry.expired(0.0)
     assert 1795569602.25 == await registry.next_expiry(0.0)
     assert await registry.next_expiry(1795569602.25) is None
+
+
+async def test_after_a_write_without_an_answer_the_rows_are_those_of_the_database(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has committed, and its answer is lost."""
+    database = registry._table._database
+    transaction = database.transaction
+
+    @contextlib.contextmanager
+    def broken() -> Iterator[Connection]:
+        with transaction() as connection:
+            yield connection
+        raise RegistryError("no answer")
+
+    monkeypatch.setattr(database, "transaction", broken)
+    with pytest.raises(RegistryError):
+        await registry.put(replace(ROW, id="two", created_at=2.0))
+    with pytest.raises(RegistryError):
+        await registry.update("one", lambda row: replace(row, reason="changed"))
+    assert ["two", "one"] == [row.id for row in (await registry.page([], {}, 1, 10))[0]]
+    assert replace(ROW, reason="changed") == await registry.get("one")
+    with pytest.raises(RegistryError):
+        await registry.delete("two")
+    assert (None, 1) == (await registry.get("two"), await registry.count())
 
 
 async def test_an_exception_in_a_change_writes_nothing(registry: Registry) -> None:

@@ -263,7 +263,7 @@ async def test_a_removal_that_hangs_holds_up_no_expiry(server: World) -> None:
         assert server.server is not None
         server.offset = 61
         server.server.reaper.wake()
-        await until(lambda: {"sandbox": first} in server.hostd.named("remove"))
+        await until(lambda: first in [call["sandbox"] for call in server.hostd.named("remove")])
         server.offset = 121
         server.server.reaper.wake()
         await until(lambda: second not in server.hostd.sandboxes)

@@ -16,11 +16,12 @@ from bench.main import main
 from tests.stacks import INTERNET
 
 _PROGRAM = """
-import sys, bench.execd, bench.gateway, bench.main, bench.peers
+import sys, bench.execd, bench.gateway, bench.listing, bench.main, bench.peers
 bench.gateway.SECONDS, bench.gateway.CONNECTIONS, bench.peers.BULK_BYTES = 1, (1, 4), 10_000_000
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
-arguments = ["create", "execd", "gateway", "policy_change", "pause", "--rounds", "1"]
+bench.listing.SECONDS = 1
+arguments = ["create", "execd", "gateway", "policy_change", "pause", "list", "--rounds", "1"]
 sys.exit(bench.main.main(arguments, prefix=sys.argv[1]))
 """
 
@@ -49,6 +50,9 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     wanted |= {f"p99 at half load: {way}" for way in ("no gateway", "injected", "Envoy")}
     wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
     wanted |= {f"{op} {runtime}" for op in ("pause", "resume") for runtime in ("runc", "runsc")}
+    wanted |= {
+        f"{call}{more}" for call in ("get", "list, 20 of 1000") for more in ("", ": processor time of a request")
+    }
     wanted |= {
         f"execd {runtime}: {what}" for runtime in ("runc", "runsc") for what in ("echo", "bash alone", "start to /ping")
     }

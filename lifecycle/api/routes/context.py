@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from lifecycle.api.credentials import RouteKeys, Tokens
+from lifecycle.api.rendered import Rendered
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.routes import EgressApi
 from lifecycle.sandboxes.clock import Clock
@@ -55,9 +56,10 @@ class Context:
     external_base: str = ""
     ignored_fields: frozenset[str] = frozenset()
     counters: Counters = field(default_factory=Counters)
+    rendered: Rendered = field(default_factory=Rendered)
 
 
-def _context(request: Request) -> Context:
+async def _context(request: Request) -> Context:  # a plain function would be called in a thread
     context = request.app.state.context
     assert isinstance(context, Context)  # noqa: S101 - narrows what Starlette keeps as Any
     return context

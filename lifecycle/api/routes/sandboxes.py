@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lifecycle.api import models
+from lifecycle.api.rendered import answer
 from lifecycle.api.routes.context import KEY_LABEL, Server
 from lifecycle.api.routes.strict import StrictRoute
 from lifecycle.sandboxes.creation import plan
@@ -51,33 +52,31 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-@router.get("/sandboxes")
+@router.get("/sandboxes", response_model=None)
 async def list_sandboxes(
     server: Server,
     state: Annotated[list[str] | None, Query(max_length=32)] = None,
     metadata: Annotated[str | None, Query(max_length=8192)] = None,
     page: Annotated[int, Query(ge=1, le=1 << 40)] = 1,
     page_size: Annotated[int, Query(alias="pageSize", ge=1, le=200)] = 20,
-) -> dict[str, Any]:
+) -> Response:
     """List sandboxes, newest first."""
     wanted = {} if metadata is None else parse_filter(metadata)
     rows, total = await server.registry.page(state or [], wanted, page, page_size)
-    return {
-        "items": [models.shown(row) for row in rows],
-        "pagination": {
-            "page": page,
-            "pageSize": page_size,
-            "totalItems": total,
-            "totalPages": math.ceil(total / page_size),
-            "hasNextPage": page * page_size < total,
-        },
+    pagination = {
+        "page": page,
+        "pageSize": page_size,
+        "totalItems": total,
+        "totalPages": math.ceil(total / page_size),
+        "hasNextPage": page * page_size < total,
     }
+    return answer(server.rendered.page(rows, pagination))
 
 
-@router.get("/sandboxes/{sandbox}")
-async def get(server: Server, sandbox: str) -> dict[str, Any]:
+@router.get("/sandboxes/{sandbox}", response_model=None)
+async def get(server: Server, sandbox: str) -> Response:
     """Return a sandbox."""
-    return models.shown(await server.rows.get(sandbox))
+    return answer(server.rendered.one(await server.rows.get(sandbox)))
 
 
 @router.delete("/sandboxes/{sandbox}", status_code=204)
