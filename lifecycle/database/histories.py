@@ -11,7 +11,7 @@ from sqlalchemy import bindparam, delete, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from lifecycle.database.schema import histories
-from lifecycle.sandboxes.history import Given, History
+from lifecycle.sandboxes.history import Given, History, Removal
 from lifecycle.sandboxes.registry import Sandbox
 
 MOST_REMOVED = 5000
@@ -70,6 +70,14 @@ class Histories:
         if changed != current:
             new = {f"new_{name}": getattr(changed, name) for name in _NAMES}
             connection.execute(_UPDATE, self._own(sandbox=current.id, **new))
+
+    def end(self, connection: Connection, sandbox: str, removal: Removal) -> None:
+        """End one history. That of an idle member of a pool is removed."""
+        current = self.get(connection, sandbox)
+        if current is not None and current.idle:
+            self.delete(connection, sandbox)
+        elif current is not None:
+            self._write(connection, current, current.ended(removal))
 
     def delete(self, connection: Connection, sandbox: str) -> None:
         """Remove one history."""

@@ -168,6 +168,8 @@ histories = Table(
     Column("events", Events),
     Column("dropped", Integer),
     Column("generation", LONG),
+    Column("idle", Flag),
+    Column("withheld", Flag),
     Column("ran", Flag),
     Column("oom", Flag),
     Column("exit_code", Integer),

@@ -220,7 +220,7 @@ class SandboxTable:
         with self._changed() as connection:
             existed: bool = connection.execute(_DELETE, self._own(sandbox=sandbox)).rowcount > 0
             if existed and removal is not None and self._keeps:
-                self._histories.change(connection, sandbox, lambda history: history.ended(removal))
+                self._histories.end(connection, sandbox, removal)
             elif existed:
                 self._histories.delete(connection, sandbox)
         if self._resident is not None:
@@ -373,7 +373,7 @@ def _has_label(key: str, value: str) -> ColumnElement[bool]:
 
 def _told(sandbox: Sandbox) -> tuple[str, ...]:
     """Return what a history has of a row."""
-    return sandbox.state, sandbox.reason, sandbox.policy_digest
+    return sandbox.state, sandbox.reason, sandbox.policy_digest, str(sandbox.idle)
 
 
 def _values(sandbox: Sandbox) -> dict[str, Any]:

@@ -27,6 +27,7 @@ MOST_LINES = 10_000
 _SHOWN_DIGEST, _SHOWN_CONTAINER = 16, 12
 _LABEL_WIDTH = 18
 _RULE = "=" * 60
+_WITHHELD = "The output of a sandbox from a pool is not shown if its variables can have values that it must not show."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class Diagnostics:
     async def _subject(self, sandbox: str) -> _Subject:
         row = await self._registry.get(sandbox) if SANDBOX_ID.fullmatch(sandbox) else None
         history = await self._registry.history(sandbox) if SANDBOX_ID.fullmatch(sandbox) else None
+        if row is not None and row.idle:
+            raise unknown_sandbox(sandbox)
         if history is None:
             if row is None:
                 raise unknown_sandbox(sandbox)
@@ -121,6 +124,8 @@ class Diagnostics:
     async def _logs(self, subject: _Subject, lines: int, since: int | None) -> Content:
         if subject.history.removed_at is not None:
             return _kept(subject.history, lines)
+        if subject.history.withheld:
+            return Content("", False, (_WITHHELD,))
         sandbox = subject.history.id
         begin = None if since is None else max(0, int(self._clock()) - since)
         try:
@@ -171,7 +176,9 @@ def _unread(error: Unreachable | wire.RemoteError) -> ApiError:
 def _kept(history: History, lines: int) -> Content:
     when = timestamp(history.removed_at or 0.0)
     warning = f"The sandbox was removed at {when}. This is the end of its output at that time."
-    if not history.ran:
+    if history.withheld:
+        warning = f"The sandbox was removed at {when}. {_WITHHELD}"
+    elif not history.ran:
         warning = f"The sandbox was removed at {when} and has not run. Its output was not kept."
     kept = _last(history.output, lines, history.output_truncated)
     return Content(kept.text, kept.truncated, (warning,))

@@ -4,6 +4,8 @@
 - It is bounded: of many events the first and the last ones stay. The output is that of the removal, shortened.
 - It has no value of the environment, only names. hostd has removed the caller's values from the output. No output of a
   sandbox that never ran is kept.
+- A member of a pool has a history from its claim on. hostd does not know the variables that it gets then, so its output
+  is `withheld`, unless there is no value to remove.
 """
 
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from enum import StrEnum
 from audit.records import escape
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.registry import Sandbox, State
+from wire.api.hostd import LEAST_HIDDEN
 
 MOST_EVENTS = 200
 MOST_OUTPUT = 32 * 1024
@@ -71,15 +74,13 @@ class Given:
     @classmethod
     def of(cls, resources: Resources, env: Mapping[str, str]) -> "Given":
         """Return what is kept of a plan."""
+        made = cls(resources.cpu_nanos, resources.memory_bytes, resources.pids, resources.disk_bytes, ())
+        return made.with_variables(env)
+
+    def with_variables(self, env: Mapping[str, str]) -> "Given":
+        """Return the same with other names of variables."""
         names = sorted(env)
-        return cls(
-            resources.cpu_nanos,
-            resources.memory_bytes,
-            resources.pids,
-            resources.disk_bytes,
-            tuple(names[:_MOST_NAMES]),
-            max(0, len(names) - _MOST_NAMES),
-        )
+        return replace(self, variables=tuple(names[:_MOST_NAMES]), more_variables=max(0, len(names) - _MOST_NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class History:
         state, reason: of the row, as the last event has them.
         dropped: how many events are missing after the first one.
         generation: of its gateway's worker, as hostd counts.
+        idle: whether it is an idle member of a pool, which no call has claimed.
+        withheld: whether its output is not shown and not kept.
         ran: whether it was ever seen running. Else its output is not kept.
         oom: whether the kernel ended a process of it at its memory limit.
         output: kept at the removal, escaped.
@@ -119,6 +122,8 @@ class History:
     events: tuple[Event, ...] = ()
     dropped: int = 0
     generation: int = 1
+    idle: bool = False
+    withheld: bool = False
     ran: bool = False
     oom: bool = False
     exit_code: int | None = None
@@ -138,11 +143,15 @@ class History:
             policy_name=row.policy_name,
             policy_digest=row.policy_digest,
             given=given,
+            idle=row.idle,
+            withheld=bool(row.pool),
         )
         return made.followed(row, row.changed_at)
 
     def followed(self, row: Sandbox, now: float) -> "History":
         """Return the history after a write of the row at `now`. Without a new state or policy it is the same."""
+        if self.idle and not row.idle:
+            return replace(History.begun(row, self.given), generation=self.generation)
         history = self
         if (row.state, row.reason) != (self.state, self.reason):
             history = history.after(Event(row.changed_at, row.state, row.reason, row.message))
@@ -154,6 +163,12 @@ class History:
             history = history.after(Event(now, str(row.state), "POLICY_CHANGED", what))
             history = replace(history, policy_digest=row.policy_digest)
         return history
+
+    def handed_over(self, env: Mapping[str, str]) -> "History":
+        """Return the history of a claimed member that gets the variables `env`."""
+        long = any(len(value.strip().encode()) >= LEAST_HIDDEN for value in env.values())
+        given = None if self.given is None else self.given.with_variables(env)
+        return replace(self, given=given, withheld=long)
 
     def observed(self, generation: int, exit_code: int | None, now: float, *, oom: bool) -> "History":
         """Return the history after hostd has described the sandbox."""
@@ -171,7 +186,7 @@ class History:
     def ended(self, removal: Removal) -> "History":
         """Return the history after the removal."""
         history = self.after(Event(removal.at, "Removed", REMOVED, f"Removed: {removal.cause}."))
-        output, truncated = kept(removal.output) if self.ran else ("", False)
+        output, truncated = kept(removal.output) if self.ran and not self.withheld else ("", False)
         return replace(history, output=output, output_truncated=truncated or removal.truncated, removed_at=removal.at)
 
     def after(self, event: Event) -> "History":

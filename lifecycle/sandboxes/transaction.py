@@ -391,6 +391,8 @@ class Creations:
             policy=compiled.digest,
         )
         env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
+        with contextlib.suppress(RegistryError):  # Without this its output is not shown.
+            await self._registry.record(row.id, lambda history: history.handed_over(env))
         await self._vaultd.regrant(row.id, compiled.grants, compiled.names)
         in_force = await self._hostd.configure(row.id, compiled.selection, decided=False)
         await self._hand_over(row.id, self._tokens.execd(row.id), plan.command, env)

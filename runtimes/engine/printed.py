@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from wire.api.hostd import LEAST_HIDDEN
+
 MOST_BYTES: Final = 256 * 1024
 """The bytes of an output that are shown: its end."""
 PART: Final = 16 * 1024
 """The length at which Docker divides a line."""
-LEAST_VALUE: Final = 8
-"""Bytes. A shorter value would be found in many texts by chance."""
 _MOST_CONTEXT = 2000
 _MOST_FOUND = 100_000
 _MOST_FRAME = 1 << 20
@@ -64,12 +64,12 @@ class Hidden:
         lines: dict[bytes, bytes] = {}
         for name, text in sorted(variables.items()):
             value, mark = text.strip().encode("utf-8", "surrogateescape"), f"[env {name}]".encode()
-            if len(value) < LEAST_VALUE:
+            if len(value) < LEAST_HIDDEN:
                 continue
             marks.setdefault(value, mark)
             if b"\n" in value:
                 long = (line.strip() for line in value.split(b"\n"))
-                lines.update((line, mark) for line in long if len(line) >= LEAST_VALUE)
+                lines.update((line, mark) for line in long if len(line) >= LEAST_HIDDEN)
         return cls(tuple(sorted(marks.items(), key=lambda item: -len(item[0]))), lines)
 
     @property

@@ -15,6 +15,7 @@ from test_transactions import until
 
 import wire
 from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.history import History
 from lifecycle.sandboxes.registry import State
 from wire.api.hostd import Launch, PolicyInForce
 from wire.api.states import HostState
@@ -356,3 +357,70 @@ async def test_a_server_has_the_histories_of_its_own_sandboxes_only(api: Api) ->
     await api.client.delete(f"/v1/sandboxes/{sandbox}")
     other.purge(1e12)
     await api.get(sandbox, "inspect")
+
+
+POOL: dict[str, Any] = {
+    "name": "p",
+    "template": {"spec": {"containers": [{"image": IMAGE}]}},
+    "capacitySpec": {"bufferMin": 1, "bufferMax": 1, "poolMin": 0, "poolMax": 2},
+}
+
+
+async def _idle(api: Api) -> str:
+    """Return an idle member of the pool, when there is one."""
+    server = api.world.server
+    assert server is not None
+
+    async def found() -> list[str]:
+        return [row.id for row in await server.registry.all() if row.idle and row.state is State.RUNNING]
+
+    await until(found)
+    return (await found())[0]
+
+
+@pytest.mark.parametrize(("env", "shown"), [({"TOKEN": SECRET}, False), ({"SHORT": "abc"}, True), ({}, True)])
+async def test_the_output_of_a_claimed_member_is_withheld_if_it_can_have_a_value(
+    api: Api, env: dict[str, str], shown: bool
+) -> None:
+    """hostd does not know the variables of a claim. The member's own history before the claim is not shown."""
+    assert 201 == (await api.client.post("/v1/pools", json=POOL)).status_code
+    member = await _idle(api)
+    for what in ("logs", "events", "inspect", "summary", "logs?scope=all"):
+        await api.get(member, what, 404)
+    claim = {"extensions": {"poolRef": "p"}, "entrypoint": ["mine"], "env": env}
+    answer = await api.client.post("/v1/sandboxes", json=claim)
+    assert (202, member) == (answer.status_code, answer.json()["id"]), answer.text
+    api.world.hostd.printed[member] = f"said {SECRET}\n"
+    text = f"said {SECRET}" if shown else "(no logs)"
+    described = await api.text(member, "inspect")
+    assert "Entrypoint:       mine\n" in described
+    assert f"Environment:      {', '.join(env) or 'none'} " in described
+    reasons = ["CONTAINER_STARTING", "CONTAINER_RUNNING"]
+    assert reasons == await api.reasons(member)
+    assert text == await api.text(member, "logs")
+    assert 204 == (await api.client.delete(f"/v1/sandboxes/{member}")).status_code
+    assert text == await api.text(member, "logs")
+    assert shown == (SECRET in (await _history(api, member)).output)
+    assert shown != ("from a pool" in (await api.json(member, "logs?scope=all"))["warnings"][0])
+
+
+async def test_of_an_idle_member_that_is_removed_nothing_is_kept(api: Api) -> None:
+    await api.client.post("/v1/pools", json=POOL)
+    member = await _idle(api)
+    assert 204 == (await api.client.delete("/v1/pools/p")).status_code
+    server = api.world.server
+    assert server is not None
+
+    async def gone() -> bool:
+        return await server.registry.get(member) is None
+
+    await until(gone)
+    assert await server.registry.history(member) is None
+    await api.get(member, "inspect", 404)
+
+
+async def _history(api: Api, sandbox: str) -> History:
+    assert api.world.server is not None
+    history = await api.world.server.registry.history(sandbox)
+    assert history is not None
+    return history

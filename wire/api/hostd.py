@@ -27,6 +27,8 @@ _MOST_PIDS: Final = 4 * 1024 * 1024
 _MOST_DISK: Final = 2**50
 _MOST_LINES: Final = 10_000
 _MOST_SECONDS: Final = 2**40
+LEAST_HIDDEN: Final = 8
+"""Bytes. A shorter value of the environment is not removed from an output, because it is in many texts by chance."""
 MOST_KEPT: Final = 32 * 1024
 """The most bytes of an output that are kept of a removed sandbox."""
 

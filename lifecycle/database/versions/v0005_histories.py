@@ -21,7 +21,7 @@ def upgrade() -> None:
     Raises:
         LookupError: the table of sandboxes is not that of the former schema.
     """
-    needed = (*_COPIED, "owner", "changed_at", "message")
+    needed = (*_COPIED, "owner", "changed_at", "message", "pool", "idle")
     there = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("sandboxes")}
     if missing := sorted(set(needed) - there):
         raise LookupError(f"table sandboxes misses these columns: {', '.join(missing)}")
@@ -33,7 +33,7 @@ def upgrade() -> None:
         *(sa.Column(name, sa.Text) for name in ("given", "state", "reason", "events")),
         sa.Column("dropped", sa.Integer),
         sa.Column("generation", LONG),
-        *(sa.Column(name, sa.Integer) for name in ("ran", "oom", "exit_code")),
+        *(sa.Column(name, sa.Integer) for name in ("idle", "withheld", "ran", "oom", "exit_code")),
         sa.Column("output", sa.Text),
         sa.Column("output_truncated", sa.Integer),
         sa.Column("removed_at", MOMENT),
@@ -50,6 +50,8 @@ def upgrade() -> None:
                 events=json.dumps([event]),
                 **dict.fromkeys(("dropped", "oom", "output_truncated"), 0),
                 generation=1,
+                idle=row["idle"],
+                withheld=int(bool(row["pool"])),
                 ran=int(row["state"] in _RAN),
                 output="",
             )
