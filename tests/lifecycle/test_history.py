@@ -119,3 +119,20 @@ def test_of_the_environment_only_names_are_kept_and_not_too_many() -> None:
     given = Given.of(Resources(1, 2, 3, None), {f"NAME{number:03}": "value" for number in range(150)})
     assert (100, 50, "NAME000") == (len(given.variables), given.more_variables, given.variables[0])
     assert "value" not in repr(given)
+
+
+def test_the_output_of_a_claimed_member_is_withheld_until_its_variables_are_known() -> None:
+    """Its history begins with the claim. Without the names of its variables its output is not kept."""
+    given = Given.of(Resources(1, 2, 3, None), {})
+    member = History.begun(replace(RUNNING, pool="p@1", idle=True), given).observed(2, None, 3.0, oom=False)
+    claimed = member.followed(replace(PENDING, pool="p@1", created_at=5.0), 5.0)
+    assert (["CONTAINER_STARTING"], 5.0, True, 2) == (
+        reasons(claimed),
+        claimed.created_at,
+        claimed.withheld,
+        claimed.generation,
+    )
+    running = claimed.followed(replace(RUNNING, pool="p@1"), 6.0)
+    assert "" == running.ended(Removal(9.0, "expired", "text\n")).output
+    assert "text\n" == running.handed_over({"SHORT": "abc"}).ended(Removal(9.0, "expired", "text\n")).output
+    assert "" == running.handed_over({"LONG": "x" * 8}).ended(Removal(9.0, "expired", "text\n")).output
