@@ -70,7 +70,7 @@ class Orchestrator:
         self._forget = tuple(forget)
         self._output_lines = output_lines
         self._printed: dict[str, Printed] = {}
-        """The outputs of sandboxes whose removal is unfinished at another daemon."""
+        """The outputs of sandboxes whose removal is unfinished elsewhere."""
         self._moving: asyncio.Task[None] | None = None
 
     # -- removal
@@ -131,11 +131,12 @@ class Orchestrator:
             except RegistryError:
                 self._expiry_changed.set()
                 raise  # The row is left as Stopping, and the reaper retries.
+            self._printed.pop(sandbox, None)
         for forget in self._forget:
             await forget(sandbox)
 
     def _removal(self, sandbox: str, cause: str) -> Removal:
-        printed = self._printed.pop(sandbox, None)
+        printed = self._printed.get(sandbox)
         return Removal(self._clock(), cause, *(("", False) if printed is None else (printed.text, printed.truncated)))
 
     # -- changes

@@ -16,7 +16,7 @@ from test_transactions import until
 import wire
 from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.history import History
-from lifecycle.sandboxes.registry import State
+from lifecycle.sandboxes.registry import RegistryError, State
 from wire.api.hostd import Launch, PolicyInForce
 from wire.api.states import HostState
 
@@ -424,3 +424,22 @@ async def _history(api: Api, sandbox: str) -> History:
     history = await api.world.server.registry.history(sandbox)
     assert history is not None
     return history
+
+
+async def test_the_output_survives_a_database_that_is_away_at_the_end(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox is removed, and its row could not be: the next attempt has the output."""
+    sandbox = await api.create()
+    api.world.hostd.printed[sandbox] = "text\n"
+    assert api.world.server is not None
+    registry = api.world.server.registry
+    with monkeypatch.context() as during:
+
+        async def away(*_: object) -> bool:
+            raise RegistryError("away")
+
+        during.setattr(registry, "delete", away)
+        assert 503 == (await api.client.delete(f"/v1/sandboxes/{sandbox}")).status_code
+    await until(lambda: _has(api, sandbox, "REMOVED"))
+    assert "text" == await api.text(sandbox, "logs")
