@@ -94,6 +94,8 @@ TEXTS: Mapping[str, int] = {
     "runtime": 32,
     "image": 255,
     "pool": 264,
+    "alias": 255,
+    "source": 512,
     "state": 64,
     "code": 64,
     "error": 512,

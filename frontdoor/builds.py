@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontdoor import names, packages
+from frontdoor.packages import REGISTRY
 from frontdoor.places import Places
 from frontdoor.steps import say, step
 
@@ -69,6 +70,8 @@ def for_tests(places: Places) -> None:
     if not os.path.isfile(f"{clients}/complete"):
         title = "published clients (PyPI and npm packages)"
         step(title, "tests/clients/install.sh", clients, places.uv, places.python)
+    registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
+    os.environ["SALLYPORT_REGISTRY"] = registry
 
 
 def for_bench(places: Places) -> None:

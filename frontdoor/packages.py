@@ -12,6 +12,8 @@ PACKAGES = tuple(Path(__file__).with_name("packages.txt").read_text().split())
 POSTGRESQL = "postgresql-15"
 TEST_PACKAGES = ("gcc", "libc6-dev", POSTGRESQL)
 """The race detector of Go is a C library. The state database's tests start a PostgreSQL of their own."""
+REGISTRY = "docker-registry"
+"""The tests' registry of images. `builds` only unpacks it: its installation would start it."""
 BENCH_PACKAGES = ("nghttp2-client", "wrk")
 """The clients of the benchmarks. `builds` only unpacks nginx and Squid: their installation would start them."""
 SQUID = ("squid-openssl", "squid-common", "squid-langpack", "libecap3", "libltdl7", "libtdb1")

@@ -38,6 +38,7 @@ from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import Docker, DockerError, UnknownImage
 from runtimes.engine.dockerd import Dockerd
+from runtimes.images.store import ImageStore
 from runtimes.ledgers import Ledgers
 from runtimes.net.drops import Drops
 from runtimes.net.guard import GuardError, NetGuard
@@ -60,7 +61,10 @@ from runtimes.sandboxes import Sandboxes
 from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
 from wire import serving
 from wire.api.hostd import (
+    IMAGE_REQUESTS,
     OPERATIONS,
+    AddImage,
+    AliasImage,
     Configure,
     DescribeImage,
     Diagnosis,
@@ -72,15 +76,18 @@ from wire.api.hostd import (
     Launch,
     List,
     Listed,
+    ListedImages,
+    ListImages,
     Pause,
     PolicyInForce,
     ReadOutput,
     Remove,
+    RemoveImage,
     Resume,
+    ShowImage,
 )
 from wire.frames import close_all
 
-_LISTED_IMAGES = 100
 _GATED_SECONDS = 5.0
 """Adopted sandboxes get this time to have their gateways back before other work begins."""
 
@@ -103,9 +110,11 @@ def make_directories(config: HostConfig) -> None:
         (run / "records", 0, 0, 0o700),
         (run / "runtimes", 0, 0, 0o755),
         (run / "config", 0, 0, 0o711),
+        (run / "image-jail", 0, 0, 0o700),
         (state, 0, 0, 0o711),
         (state / "hostd", 0, 0, 0o700),
         (state / "hostd" / "disks", 0, 0, 0o700),
+        (state / "hostd" / "image-work", 0, 0, 0o700),
         (state / "hostd" / "ledgers", 0, 0, 0o700),
         (state / "audit", uids.auditd, uids.auditd, 0o700),
         (state / "vault", uids.vaultd, uids.vaultd, 0o700),
@@ -148,11 +157,11 @@ class Host:
         self._daemons = Daemons(config, constants, self._reconnect, self._document_changed)
         self._operator = Operator(config, self._daemons, constants.upstream_roots)
         self._sandboxes: Sandboxes | None = None
+        self._images: ImageStore | None = None
         self._alarms = Alarms(self._daemons)
         self._chains: Chains | None = None
         self._watch: Watch | None = None
         self._watching = asyncio.Event()
-        self._imported = asyncio.Event()
         self._adopted = 0
         self._cpu_weight: CpuWeight | None = None
         self._wrappers: tuple[Path, ...] = ()
@@ -226,11 +235,14 @@ class Host:
         )
         fit = await adopt_or_remove(self._run, uids, rules_digest(config.slot_plan), docker, leftovers)
         self._adopted = len(fit)
+        self._images = ImageStore(config, docker, self._daemons, self._cgroups)
+        await self._images.load()
         rings = Rings(self._run / "rings")
         self._sandboxes = Sandboxes(
             config,
             self._operator,
             docker,
+            self._images,
             self._daemons,
             self._guard,
             self._cgroups,
@@ -242,15 +254,22 @@ class Host:
             self._sandboxes.adopt(record, slot)
         self._sandboxes.document_changed()  # it may have changed since their records
         self._chains = Chains(self._daemons, rings, own / ANCHORS_NAME, self._sandboxes.names, self._alarms.report)
-        self._sandboxes.gone = self._chains.wake
+        self._sandboxes.gone = self._gone
         self._chains.start()
         self._cpu_weight = CpuWeight(Processor(self._cgroups), self._sandboxes.computing)
         self._cpu_weight.start()
         if watched:
-            await self._import_images()
+            await self._images.import_configured()
             await self._start_watch(self._sandboxes, docker)
         listener = wire.bind_unix(self._run / "hostd.sock", 0o660, (0, uids.serve))
         self._server = await wire.serve_unix(listener, self.handle, allowed_uids=frozenset((0, uids.serve)))
+
+    def _gone(self) -> None:
+        """A sandbox was removed completely: its chain can be closed, and its image may be unused now."""
+        if self._chains is not None:
+            self._chains.wake()
+        if self._images is not None:
+            self._images.free()
 
     async def _start_watch(self, sandboxes: Sandboxes, docker: Docker) -> None:
         """Begin to watch, then allow launches. Adopted sandboxes have their gateways back before.
@@ -273,14 +292,12 @@ class Host:
         sandbox. Without adopted sandboxes it refuses the start, like a first start.
         """
         try:
-            await self._import_images()
+            await self._image_store().import_configured()
             await refusal(self._config)
         except (StartRefused, DockerError, OSError) as reason:
             if not adopted:
                 raise
             _log.error("this host lacks something: %s; run: sallyport doctor", reason)
-        finally:
-            self._imported.set()
 
     async def _start_docker(self) -> None:
         config = self._config
@@ -296,11 +313,10 @@ class Host:
         if not known.ok:
             raise StartRefused(f"{known.detail}: {known.remedy}")
 
-    async def _import_images(self) -> None:
-        docker = self._connected()
-        for image in self._config.images:
-            await docker.import_image(image.name, Path(image.tar), image.env)
-        self._imported.set()
+    def _image_store(self) -> ImageStore:
+        if self._images is None:
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
+        return self._images
 
     def _connected(self) -> Docker:
         if self._docker is None:
@@ -324,6 +340,8 @@ class Host:
             await self._watch.stop()
         if self._cpu_weight is not None:
             await self._cpu_weight.stop()
+        if self._images is not None:
+            await self._images.stop()
         if self._sandboxes is not None:
             self._sandboxes.closing = True
             if remove:
@@ -361,15 +379,17 @@ class Host:
         self._daemons.heard(client)
         return await self._serving(client, op, parameters, fds)
 
-    async def _answer(self, _client: wire.Client, request: wire.Request[Any], fds: list[int]) -> object:
+    async def _answer(self, client: wire.Client, request: wire.Request[Any], fds: list[int]) -> object:
         close_all(fds)
+        if isinstance(request, IMAGE_REQUESTS):
+            return await self._change_images(client.peer.uid, request)
         match request:
             case Doctor():
                 return Diagnosis(tuple(await diagnose(self._config, self._docker)))
             case DescribeImage(name):
                 return await self._image(name)
             case Images():
-                return await self._images()
+                return ImageNames(self._image_store().names())
             case Launch():
                 return await self._launch(request)
             case Configure(sandbox, selection, decided):
@@ -391,6 +411,30 @@ class Host:
             case _:
                 raise TypeError(f"{type(request).__name__} is not asked of hostd")
 
+    async def _change_images(self, uid: int, request: wire.Request[Any]) -> object:
+        """Answer a request about the list of images, of root only: `serve` cannot change what may be started."""
+        if uid != 0:
+            raise wire.RequestError(wire.Code.FORBIDDEN, f"uid {uid} may not do this")
+        images, actor = self._image_store(), f"uid:{uid}"
+        try:
+            match request:
+                case AddImage():
+                    return await images.add(request, actor)
+                case AliasImage():
+                    return await images.alias(request, actor)
+                case ListImages():
+                    return ListedImages(await images.listed())
+                case ShowImage(name):
+                    return await images.show(name)
+                case RemoveImage(name):
+                    return await images.remove(name, actor)
+                case _:
+                    raise TypeError(f"{type(request).__name__} is not about images")
+        except UnknownImage:
+            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "Docker does not have this image") from None
+        except DockerError as error:
+            raise wire.RequestError(wire.Code.DOCKER, str(error)[:300]) from error
+
     def _parts(self) -> tuple[Docker, Sandboxes]:
         if self._docker is None or self._sandboxes is None:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
@@ -399,13 +443,8 @@ class Host:
     async def _image(self, name: str) -> ImageDescription:
         if not IMAGE_NAME.fullmatch(name):
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "this is no image's name")
-        docker = self._parts()[0]
         try:
-            try:
-                image = await docker.image(name)
-            except UnknownImage:  # an adopting hostd imports the configured images after it listens
-                await self._imported.wait()
-                image = await docker.image(name)
+            image = await self._image_store().image(name)
         except UnknownImage:
             raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host") from None
         except DockerError as error:
@@ -413,14 +452,6 @@ class Host:
         return ImageDescription(
             id=image.id, entrypoint=image.entrypoint, cmd=image.cmd, env=image.env, workdir=image.workdir
         )
-
-    async def _images(self) -> ImageNames:
-        try:
-            names = await self._parts()[0].image_names()
-        except DockerError as error:
-            raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
-        configured = [image.name for image in self._config.images if image.name.removesuffix(":latest") in names]
-        return ImageNames(tuple(dict.fromkeys((*configured, *names)))[:_LISTED_IMAGES])
 
     async def _launch(self, launch: Launch) -> PolicyInForce:
         try:

@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import wire
 from runtimes.daemons import Daemons
@@ -35,7 +35,7 @@ from runtimes.engine import containers
 from runtimes.engine.containers import plan_container, write_files
 from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
-from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, Mount
+from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, LocalImage, Mount
 from runtimes.engine.plans import Plans
 from runtimes.engine.printed import LogTail
 from runtimes.ledgers import Ledgers
@@ -75,6 +75,14 @@ _REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code
 _log = logging.getLogger(__name__)
 
 
+class LaunchableImages(Protocol):
+    """The images that a sandbox may be started from."""
+
+    async def image(self, name: str) -> LocalImage:
+        """Return the image of a name; raise UnknownImage."""
+        ...
+
+
 class Sandboxes:
     """All sandboxes of this host."""
 
@@ -83,6 +91,7 @@ class Sandboxes:
         config: HostConfig,
         operator: Operator,
         docker: Docker,
+        images: LaunchableImages,
         daemons: Daemons,
         guard: NetGuard,
         cgroups: Cgroups,
@@ -94,6 +103,7 @@ class Sandboxes:
         self._operator = operator
         self._run = Path(config.run_dir)
         self._docker = docker
+        self._images = images
         self._daemons = daemons
         self._guard = guard
         self._cgroups = cgroups
@@ -217,7 +227,7 @@ class Sandboxes:
 
     async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, int | None, tuple[Mount, ...]]:
         """Create the container, without its plan. Return the time, its space on disk (bytes or None) and its mounts."""
-        image = await self._docker.image(spec.image)
+        image = await self._images.image(spec.image)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
         plan = plan_container(spec, image.id, files, Path(self._config.execd))
         layout, _ = await both(self._contain(sandbox, plan), self._prepare_disk(spec))

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from runtimes.engine.disk import SMALLEST
 from runtimes.engine.profile import ISOLATED, PROFILES
 from runtimes.engine.user_namespace import RANGE
+from runtimes.images.references import Pattern, Reference
 from runtimes.net.nft import GuardPlan
 from runtimes.net.plan import NetworkPlan, slot_plan
 from wire.api.hostd import Launch, Runtime
@@ -80,8 +81,10 @@ class Uids(_Strict):
         daemons = set(self.daemons)
         if len(daemons) != len(self.daemons) or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
             raise ValueError("each daemon and each worker needs a uid of its own")
+        if self.fetcher in daemons:
+            raise ValueError("the uid behind the workers' is the fetcher's of images")
         sandboxes = range(sandbox_users(0), sandbox_users(self.workers))
-        if any(uid in sandboxes for uid in (*daemons, self.worker_base, self.worker_base + self.workers - 1)):
+        if any(uid in sandboxes for uid in (*daemons, self.worker_base, self.fetcher)):
             raise ValueError("a uid is in the range of the sandboxes")
         return self
 
@@ -89,6 +92,11 @@ class Uids(_Strict):
     def daemons(self) -> tuple[int, ...]:
         """The uids of the daemons, one for each."""
         return self.serve, self.vaultd, self.auditd, self.compiler
+
+    @property
+    def fetcher(self) -> int:
+        """The user that fetches and unpacks images. The guard judges its packets like a worker's."""
+        return self.worker_base + self.workers
 
 
 class Maxima(_Strict):
@@ -124,12 +132,41 @@ def image_environment(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
+def configured_name(name: str) -> str:
+    """Check the name of an image of the settings, and return it.
+
+    Raises:
+        ValueError: it is no name, or has a digest.
+    """
+    if Reference.parse(name).digest is not None:
+        raise ValueError("an image of the settings has no digest in its name")
+    return name
+
+
 class ImageConfig(_Strict):
     """An image that is imported from a root file system tar if it is missing, or if the tar or `env` has changed."""
 
-    name: str
+    name: Annotated[str, AfterValidator(configured_name)]
     tar: str
     env: Annotated[dict[str, str], AfterValidator(image_environment)]
+
+
+def _patterns(texts: list[str]) -> list[str]:
+    for text in texts:
+        Pattern.parse(text)
+    return texts
+
+
+class RegistryConfig(_Strict):
+    """What may be fetched from registries, and which secret of the vault is for which registry.
+
+    `max_bytes` is the limit of an image, also of one from a file.
+    """
+
+    allowed: Annotated[list[str], AfterValidator(_patterns)]
+    secrets: dict[str, str]
+    max_bytes: int = Field(ge=1 << 20)
+    skopeo: str
 
 
 class ProcessConfig(_Strict):
@@ -179,6 +216,7 @@ class HostConfig(_Strict):
     docker_socket: str
     dockerd: DockerdConfig | None
     images: list[ImageConfig]
+    registries: RegistryConfig
     runsc: str
     runc: str
     execd: str
@@ -211,7 +249,7 @@ class HostConfig(_Strict):
         if ("serve" in names) is (self.listen is None):
             raise ValueError("listen is the address of serve, and missing without it")
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
-        paths.append(self.upstream_roots)
+        paths += [self.upstream_roots, self.registries.skopeo]
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
         _ = self.resolvers, self.allowed, self.limits
@@ -240,5 +278,4 @@ class HostConfig(_Strict):
     @property
     def guard_plan(self) -> GuardPlan:
         """The plan of guard and floor."""
-        last = self.uids.worker_base + self.uids.workers - 1
-        return GuardPlan(self.uids.worker_base, last, self.resolvers, self.allowed).widened(self.limits)
+        return GuardPlan(self.uids.worker_base, self.uids.fetcher, self.resolvers, self.allowed).widened(self.limits)

@@ -43,6 +43,9 @@ ADDRESSES = {
     ATTACKER: attempts.ATTACKER_ADDRESS,
 }
 SILENT_ADDRESS = "93.184.216.15"
+REGISTRY = "registry.bank.example"
+"""A registry of images, if one runs there (`testbed.registry`)."""
+REGISTRY_ADDRESS = "93.184.216.16"
 DNS_ADDRESS = "93.184.216.53"
 METADATA_ADDRESS, ATTACKER_V6 = attempts.METADATA_ADDRESS, attempts.ATTACKER_V6
 CONTROL_INTERFACE = "ctl0"
@@ -140,7 +143,7 @@ class Internet:
         self.directory.chmod(0o711)
         self.roots.write_text(self.authority.pem)
         self.roots.chmod(0o644)
-        for host in ADDRESSES:
+        for host in (*ADDRESSES, REGISTRY):
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             namespaces.make(namespace)
@@ -151,7 +154,7 @@ class Internet:
         self._link(self.control, CONTROL_ADDRESS, CONTROL_INTERFACE, CONTROL_GATEWAY, "net1")
         ip("-n", self.net, "-6", "addr", "add", f"{_CONTROL_GATEWAY_V6}/64", "dev", "net1", "nodad")
         self.connect_control()
-        for address in (*ADDRESSES.values(), DNS_ADDRESS, METADATA_ADDRESS):
+        for address in (*ADDRESSES.values(), REGISTRY_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
         ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")
         ip("-n", self.net, "-6", "addr", "add", f"{ATTACKER_V6}/128", "dev", "lo", "nodad")

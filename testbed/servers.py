@@ -41,6 +41,8 @@ from testbed.internet import (
     GIT,
     INDEX,
     METADATA_ADDRESS,
+    REGISTRY,
+    REGISTRY_ADDRESS,
     SILENT,
     SILENT_ADDRESS,
     SPLICED,
@@ -49,7 +51,7 @@ from testbed.internet import (
 from testbed.packages import index_pages
 from testbed.raw_host import RawHost
 
-_ZONE = {**ADDRESSES, SILENT: SILENT_ADDRESS}
+_ZONE = {**ADDRESSES, SILENT: SILENT_ADDRESS, REGISTRY: REGISTRY_ADDRESS}
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_HEARD = 64 * 1024
 

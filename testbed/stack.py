@@ -222,6 +222,17 @@ data_root = "{self._docker_data}"
         command = ["docker", "-H", f"unix://{self.run / 'docker.sock'}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
+    def permit_images(self, *names: str) -> None:
+        """Add images that Docker has to those from which sandboxes can be started."""
+        for name in names:
+            self.sallyport("image", "add", f"docker:{name}")
+
+    def remove_images(self, *names: str) -> None:
+        """Remove images that `permit_images` added, from the list and from Docker."""
+        for name in names:
+            self.sallyport("image", "remove", name)
+        self.docker("rmi", "-f", *names)
+
     def sallyport(self, *arguments: str, stdin: str = "") -> str:
         """Run the `sallyport` command line with this server; return its output."""
         done = subprocess.run(

@@ -8,10 +8,13 @@
 - No error message or record holds a value.
 """
 
+import base64
+import json
 import os
 import socket
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import wire
@@ -19,7 +22,7 @@ from audit.client import AuditUnavailable
 from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
-from vault.grants import Grant, GrantError, SecretBinding, host_pattern, inline_name, secret_name
+from vault.grants import Grant, GrantError, Refusal, SecretBinding, check, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
 from vault.secret import Secret
 from vault.stores.port import StoreError, check_value
@@ -88,6 +91,8 @@ class VaultOperations:
                 await self._close(request, actor)
             case vaultd.Attach():
                 await self._attach(request, fds)
+            case vaultd.WriteLogin():
+                await self._write_login(request, actor, fds)
             case _:
                 raise TypeError(f"{type(request).__name__} is no request of vaultd's socket")
         return None
@@ -176,12 +181,43 @@ class VaultOperations:
             raise wire.RequestError(wire.Code.INVALID, "attach comes with one unix stream socket")
         await self._channels.attach(request.sandbox, request.generation, sock)
 
+    async def _write_login(self, request: vaultd.WriteLogin, actor: str, fds: list[int]) -> None:
+        if len(fds) != 1 or not stat.S_ISFIFO(os.fstat(fds[0]).st_mode):
+            raise wire.RequestError(wire.Code.INVALID, "a login is written into one pipe")
+        wanted = Grant.make(secret_name(request.secret), request.host, request.port, "https")
+        about: dict[str, Any] = {**wanted.to_json(), "scheme": "https", "action": "login", "actor": actor}
+        if refused := self._login_refusal(wanted):
+            self._audit.note("secret.release", "deny", **about, code=refused.code, reason=refused.reason)
+            raise wire.RequestError(refused.code, refused.reason)
+        await self._audit.accept("secret.release", "allow", durable=True, **about)
+        if refused := self._login_refusal(wanted):
+            raise wire.RequestError(refused.code, refused.reason)
+        login = registry_login(wanted.host, wanted.port, self._store.value(wanted.secret).reveal())
+        if login is None:
+            raise wire.RequestError(wire.Code.INVALID, "the secret is no login of the form user:password")
+        os.set_blocking(fds[0], False)
+        if os.write(fds[0], login) != len(login):
+            raise wire.RequestError(wire.Code.TOO_LARGE, "the login does not fit into the pipe")
+
+    def _login_refusal(self, wanted: Grant) -> Refusal | None:
+        binding = self._store.info(wanted.secret).binding
+        return check(binding, wanted, datetime.now(UTC)) or binding.scope.check("GET", "/v2/")
+
     def _has(self, name: str) -> bool:
         try:
             self._store.info(name)
         except StoreError as error:
             return error.code != wire.Code.UNKNOWN_SECRET
         return True
+
+
+def registry_login(host: str, port: int, value: str) -> bytes | None:
+    """Return a registry's login in the form of `auth.json`; None if `value` is not `user:password`."""
+    user, colon, password = value.partition(":")
+    if not (user and colon and password):
+        return None
+    name = host if port == 443 else f"{host}:{port}"
+    return json.dumps({"auths": {name: {"auth": base64.b64encode(value.encode()).decode()}}}).encode()
 
 
 def _grants(forms: Sequence[vaultd.GrantForm]) -> list[Grant]:

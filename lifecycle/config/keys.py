@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 
 from lifecycle.api.credentials import KEY_ID, LEAST_ROUTE_KEY
 from lifecycle.sandboxes import quantities
-from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, image_environment
+from runtimes.images.references import Pattern, Reference
+from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, configured_name, image_environment
 from wire.errors import ConfigError
 from wire.gateway_limits import GatewayLimits, described
 
@@ -106,7 +107,9 @@ def _images(value: Any) -> tuple[tuple[str, str, tuple[tuple[str, str], ...]], .
         if not isinstance(env, dict):
             raise ValueError("env of an image must be a table of strings")
         variables = image_environment({name: str(_text(text)) for name, text in env.items()})
-        images.append((str(_text(item["name"])), str(_absolute(item["tar"])), tuple(variables.items())))
+        images.append(
+            (configured_name(str(_text(item["name"]))), str(_absolute(item["tar"])), tuple(variables.items()))
+        )
     return tuple(images)
 
 
@@ -138,6 +141,28 @@ def _key_id(value: Any) -> str:
     if _text(value) and not KEY_ID.fullmatch(value):
         raise ValueError("must be one of 0-9 and a-z, or empty")
     return str(value)
+
+
+def _references(value: Any) -> tuple[str, ...]:
+    texts = _texts(value)
+    for text in texts:
+        Pattern.parse(text)
+    return texts
+
+
+def _registry_secrets(value: Any) -> dict[str, str]:
+    secrets = _text_map(value)
+    for host in secrets:
+        if Reference.parse(f"{host}/any").path != f"{host}/any":
+            raise ValueError("must name each registry as images do, with its port")
+    return secrets
+
+
+def _image_bytes(value: Any) -> int:
+    size = _memory(value)
+    if size < 1 << 20:
+        raise ValueError("must be at least 1Mi")
+    return size
 
 
 def _cpu(value: Any) -> int:
@@ -203,6 +228,9 @@ AbsolutePath = Annotated[Path, PlainValidator(_absolute), Bounds("absolute")]
 OptionalPath = Annotated[Path | None, PlainValidator(_path), Bounds("absolute, or empty for none")]
 Runtimes = Annotated[tuple[str, ...], PlainValidator(_runtimes), Bounds("at least one of runc, runsc")]
 Images = Annotated[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...], PlainValidator(_images)]
+References = Annotated[tuple[str, ...], PlainValidator(_references), Bounds("names of images, or a prefix and `/*`")]
+RegistrySecrets = Annotated[dict[str, str], PlainValidator(_registry_secrets)]
+ImageBytes = Annotated[int, PlainValidator(_image_bytes), Bounds("at least 1Mi")]
 Cpu = Annotated[int, PlainValidator(_cpu), Bounds("above 0")]
 Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
@@ -417,6 +445,28 @@ class SettingsModel(BaseModel):
         '`[{name = "...", tar = "/...", env = {NAME = "value"}}]`: imported at start where missing or '
         "changed, `env` becomes the image's own (optional; printable ASCII without `\"`, `$` and backslash); "
         "nothing is pulled",
+    )
+    sallyport_registry_allowed: References = _key(
+        "sallyport.registry.allowed",
+        [],
+        "what `image add` may fetch: `registry.example.com/team/tool` (each tag), `...:1.2`, `...@sha256:...`, or "
+        "`registry.example.com/team/*`; empty: nothing",
+    )
+    sallyport_registry_secrets: RegistrySecrets = _key(
+        "sallyport.registry.secrets",
+        {},
+        'logins of registries: `{"registry.example.com" = "NAME"}` of a secret `user:password` that is bound to the '
+        "registry",
+    )
+    sallyport_registry_skopeo: AbsolutePath | None = _key(
+        "sallyport.registry.skopeo",
+        None,
+        "the program that fetches",
+        shown="from the PATH",
+        example="/usr/bin/skopeo",
+    )
+    sallyport_max_image: ImageBytes = _key(
+        "sallyport.max_image", "16Gi", "most that an added image may have, unpacked", unit="bytes"
     )
     sallyport_default_runtime: Literal["runc", "runsc"] | None = _key(
         "sallyport.default_runtime",

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -288,6 +289,12 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "docker_socket": str(settings.get("sallyport.docker.socket") or default_socket),
         "dockerd": dockerd if managed else None,
         "images": [{"name": name, "tar": tar, "env": dict(env)} for name, tar, env in settings.get("sallyport.images")],
+        "registries": {
+            "allowed": list(settings.get("sallyport.registry.allowed")),
+            "secrets": dict(settings.get("sallyport.registry.secrets")),
+            "max_bytes": settings.get("sallyport.max_image"),
+            "skopeo": str(settings.get("sallyport.registry.skopeo") or shutil.which("skopeo") or "/usr/bin/skopeo"),
+        },
         "runsc": settings.program("runsc", "/usr/local/bin/runsc"),
         "runc": settings.program("runc", "/usr/sbin/runc"),
         "execd": settings.execd(),

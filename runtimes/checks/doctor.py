@@ -47,6 +47,7 @@ _STORAGE = (
     "give Docker the storage driver overlay2; or set sallyport.disk_limits = false and leave runc out of "
     "sallyport.allowed_runtimes"
 )
+_SKOPEO = "install the Debian package skopeo, or set sallyport.registry.skopeo; name a resolver on port 53"
 _IMAGES = "build the tars as `./run` does, and name them in sallyport.images"
 _ROOTS = "install the Debian package ca-certificates, or set sallyport.upstream_roots to a PEM file that all may read"
 _DNS = (
@@ -122,6 +123,7 @@ def questions(config: HostConfig) -> tuple[DoctorQuestion, ...]:
         DoctorQuestion("execd", _EXECD, lambda: probes.execd(config.execd)),
         *([DoctorQuestion("disk", _DISK, lambda: probes.disk(config), vital=True)] if config.disk_limits else []),
         DoctorQuestion("images", _IMAGES, lambda: probes.images(config), vital=True),
+        DoctorQuestion("registries", _SKOPEO, lambda: probes.fetching(config)),
         DoctorQuestion("roots", _ROOTS, lambda: probes.roots(config.upstream_roots)),
         DoctorQuestion("dns", _DNS, lambda: probes.resolvers(config)),
         DoctorQuestion("users", _USERS, lambda: probes.users(config.uids), vital=True),

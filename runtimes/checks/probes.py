@@ -237,6 +237,15 @@ def is_static(head: bytes) -> bool:
     return all(struct.unpack_from("<I", head, offset + size * index)[0] != _PT_INTERP for index in range(count))
 
 
+def fetching(config: HostConfig) -> str:
+    """The program that fetches images from registries, where any may be fetched."""
+    if not config.registries.allowed:
+        return "no image may be fetched: sallyport.registry.allowed is empty"
+    if not any(port == 53 for _, port in config.resolvers):
+        raise CheckError("no resolver of sallyport.dns_upstreams is on port 53")
+    return program(config.registries.skopeo)
+
+
 def images(config: HostConfig) -> str:
     """The tar files of images."""
     for image in config.images:
@@ -279,9 +288,8 @@ def users(uids: Uids) -> str:
             taken += subordinate(Path(name).read_text())
     if found := overlapping(uids, taken):
         raise CheckError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
-    last = uids.worker_base + uids.workers - 1
     first, end = sandbox_users(0), sandbox_users(uids.workers) - 1
-    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{last} and {first}-{end} are free"
+    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{uids.fetcher} and {first}-{end} are free"
 
 
 def subordinate(text: str) -> list[tuple[str, int, int]]:
@@ -293,7 +301,7 @@ def subordinate(text: str) -> list[tuple[str, int, int]]:
 def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
     """Return the names whose ids (name, first, count) overlap with those of Sallyport, sorted."""
     ours = [range(uid, uid + 1) for uid in uids.daemons]
-    ours.append(range(uids.worker_base, uids.worker_base + uids.workers))
+    ours.append(range(uids.worker_base, uids.fetcher + 1))
     ours.append(range(sandbox_users(0), sandbox_users(uids.workers)))
     found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
     return sorted(found)

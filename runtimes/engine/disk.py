@@ -65,11 +65,13 @@ class _Device:
 class Disks:
     """The disks of one hostd, made in `directory`, which nothing else uses."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, sparse: bool = False) -> None:
+        """Store the parameters; `sparse`: the host's space is used as the disk is written, not at once."""
         self._directory = directory
+        self._sparse = sparse
 
-    def prepare(self, sandbox: str, size: int) -> None:
-        """Make a disk of `size` bytes, which `attach` will mount at its final place.
+    def prepare(self, sandbox: str, size: int) -> Path:
+        """Make a disk of `size` bytes, which `attach` will mount at its final place; return where it is mounted now.
 
         Raises:
             DiskError: the host has no space, or cannot do it.
@@ -78,12 +80,13 @@ class Disks:
         file, stage = self._directory / f"{sandbox}.img", self._stage(sandbox)
         with self._undone(sandbox), ExitStack() as temporary:  # the mount then holds device and file
             temporary.callback(file.unlink, missing_ok=True)
-            _allocate(file, size)
+            _allocate(file, size, sparse=self._sparse)
             _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
             fd, device = _loop(file)
             temporary.callback(os.close, fd)
             stage.mkdir(mode=0o700)
             _mount(device, stage)
+        return stage
 
     def attach(self, sandbox: str, layer: Path) -> int:
         """Mount the prepared disk at `layer`, a created container's overlay2 directory; return how many bytes fit.
@@ -134,12 +137,14 @@ class Disks:
         while left := [device for device in self._devices() if device.sandbox == sandbox]:
             for point in _mounted({device.number for device in left}):
                 _unmount(point)
+            with suppress(OSError):
+                self._stage(sandbox).rmdir()  # this also removes the copies of the mount in other namespaces
             if time.monotonic() > deadline:
                 break
             time.sleep(0.005)
         (self._directory / f"{sandbox}.img").unlink(missing_ok=True)
         with suppress(OSError):
-            self._stage(sandbox).rmdir()
+            self._stage(sandbox).rmdir()  # without a device
         return tuple(f"disk /dev/{device.name} of {sandbox}" for device in left)
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
@@ -180,10 +185,13 @@ def probe(directory: Path) -> str:
     return "a disk of its own can be made and unmade"
 
 
-def _allocate(file: Path, size: int) -> None:
+def _allocate(file: Path, size: int, *, sparse: bool) -> None:
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size)
+        if sparse:
+            os.ftruncate(fd, size)
+        else:
+            os.posix_fallocate(fd, 0, size)
     finally:
         os.close(fd)
 

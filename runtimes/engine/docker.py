@@ -13,11 +13,12 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,21 @@ class LocalImage:
     cmd: tuple[str, ...]
     env: tuple[str, ...]
     workdir: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What people may know of an image: no value of a variable, which could be a secret."""
+
+    id: str
+    tags: tuple[str, ...]
+    size: int
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env_names: tuple[str, ...]
+    user: str
+    workdir: str
+    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +246,62 @@ class Docker:
             workdir=config.get("WorkingDir") or "/",
         )
 
-    async def image_names(self) -> tuple[str, ...]:
-        """Return the names of the images, without `:latest`."""
-        found = await self._run(self._api.images)
-        tags = {tag for image in found for tag in image.get("RepoTags") or ()}
-        return tuple(sorted(tag.removesuffix(":latest") for tag in tags if tag != "<none>:<none>"))
+    async def image_facts(self, name: str) -> ImageFacts:
+        """Return what people may know of the image `name`, which can be an id.
 
-    async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> None:
+        Raises:
+            UnknownImage: it is not here.
+        """
+        found = await self._run(lambda: self._api.inspect_image(name), _PATIENCE_SECONDS)
+        config = found.get("Config") or {}
+        return ImageFacts(
+            id=found["Id"],
+            tags=tuple(found.get("RepoTags") or ()),
+            size=int(found.get("Size") or 0),
+            entrypoint=tuple(config.get("Entrypoint") or ()),
+            cmd=tuple(config.get("Cmd") or ()),
+            env_names=tuple(text.partition("=")[0] for text in config.get("Env") or ()),
+            user=config.get("User") or "",
+            workdir=config.get("WorkingDir") or "/",
+            layers=tuple((found.get("RootFS") or {}).get("Layers") or ()),
+        )
+
+    async def load_image(self, archive: Iterator[bytes]) -> None:
+        """Load an archive of one image without a name.
+
+        Raises:
+            DockerError: Docker refuses it, or does not answer.
+        """
+        await self._run(lambda: self._load(archive))
+
+    def _load(self, archive: Iterator[bytes]) -> None:
+        for said in self._slow.load_image(archive, quiet=True):
+            if "error" in said:
+                raise self._errors.APIError(str(said["error"])[:300])
+
+    async def tag_image(self, ident: str, repository: str, tag: str) -> None:
+        """Give an image another tag."""
+        await self._run(lambda: self._api.tag(ident, repository, tag, force=True))
+
+    async def remove_image(self, name: str) -> None:
+        """Remove a tag of an image, and the image with its last tag. A missing one is no error.
+
+        Raises:
+            DockerError: a container uses it.
+        """
+        with contextlib.suppress(UnknownImage):
+            await self._run(lambda: self._slow.remove_image(name))
+
+    async def users_of(self, ident: str) -> tuple[str, ...]:
+        """Return the sandboxes, and the names of other containers, that were made of the image with id `ident`."""
+        found = await self._run(lambda: self._api.containers(all=True, filters={"ancestor": ident}))
+        of_it = [item for item in found if item.get("ImageID") == ident]
+        return tuple(str((item.get("Labels") or {}).get(LABEL) or (item.get("Names") or ["?"])[0]) for item in of_it)
+
+    async def import_image(self, name: str, tar: Path, env: Mapping[str, str]) -> str:
         """Import the root file system `tar` as `name` with `env`, unless exactly this was imported before.
+
+        Return the image's id.
 
         Preconditions: `env` has passed `spec.image_environment`.
         """
@@ -249,7 +313,7 @@ class Docker:
         try:
             found = await self._run(lambda: self._api.inspect_image(name))
             if ((found.get("Config") or {}).get("Labels") or {}).get(_SOURCE_LABEL) == source:
-                return
+                return str(found["Id"])
         except UnknownImage:
             pass
         repository, separator, tag = name.rpartition(":")
@@ -259,6 +323,7 @@ class Docker:
         await self._run(
             lambda: self._slow.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
         )
+        return str((await self._run(lambda: self._api.inspect_image(name)))["Id"])
 
     async def create(self, plan: ContainerPlan) -> str:
         """Create a container without starting it; return its id.

@@ -60,6 +60,7 @@ VAULTD = (
     _ask("ping", wire.Ping(), set()),
     _step("an operation that there is not", "no-such-operation", "unknown_op"),
     _ask("an operation that is not serve's", vaultd.List(), "forbidden"),
+    _ask("a login that is not serve's", vaultd.WriteLogin("token", HOST, 443), "forbidden"),
     _ask("a regrant of a sandbox that is not open", vaultd.Regrant(NAME, ()), "unknown_sandbox"),
     _ask("a narrowing of a sandbox that is not open", vaultd.Narrow(NAME, ()), "unknown_sandbox"),
     _ask("the end of a sandbox that is not open", vaultd.CloseSandbox(NAME), set()),

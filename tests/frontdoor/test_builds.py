@@ -48,7 +48,7 @@ def _home(tmp_path: Path) -> Path:
         (cache / name).touch(mode=0o755)
     (cache / names.clients(ROOT)).mkdir()
     (cache / names.clients(ROOT) / "complete").touch()
-    for package in ("nginx", packages.SQUID[0]):
+    for package in ("nginx", packages.SQUID[0], packages.REGISTRY):
         (cache / package).mkdir()
         (cache / package / "complete").touch()
     return tmp_path
@@ -71,6 +71,7 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_SMALL_IMAGE": f"{cache}/{names.image(ROOT, 'small')}",
         "SALLYPORT_JAVA_IMAGE": f"{cache}/{names.image(ROOT, 'java')}",
         "SALLYPORT_CLIENTS": f"{cache}/{names.clients(ROOT)}",
+        "SALLYPORT_REGISTRY": f"{cache}/docker-registry/usr/bin/docker-registry",
     } == json.loads(done.stdout)
 
 

@@ -72,7 +72,9 @@ def _sandboxes(place: Path, bound: int, daemons: Any, docker: Any) -> Sandboxes:
         RecordStore(place / "records"),
         Rings(place / "rings"),
     )
-    return Sandboxes(config, operator, docker, daemons, docker, groups, Pausing(Freezer(""), docker), records, rings)
+    return Sandboxes(
+        config, operator, docker, docker, daemons, docker, groups, Pausing(Freezer(""), docker), records, rings
+    )
 
 
 @pytest.mark.parametrize("bound", [1, 3, 6])

@@ -60,6 +60,7 @@ def host_config(**changes: Any) -> dict[str, Any]:
         "docker_socket": "/run/docker.sock",
         "dockerd": None,
         "images": [],
+        "registries": {"allowed": [], "secrets": {}, "max_bytes": 1 << 30, "skopeo": "/usr/bin/skopeo"},
         "runsc": "/usr/bin/runsc",
         "runc": "/usr/sbin/runc",
         "execd": "/usr/lib/execd",
@@ -176,9 +177,10 @@ def test_the_kernels_limits_follow_those_of_the_gateways() -> None:
     uids = config.uids
     assert 1000 == config.slot_plan.syn_rate
     assert 8000 == config.guard_plan.rate
-    assert range(uids.worker_base, uids.worker_base + uids.workers) == range(
-        config.guard_plan.first_uid, config.guard_plan.last_uid + 1
-    )
+    assert (uids.worker_base, uids.worker_base + uids.workers) == (
+        config.guard_plan.first_uid,
+        config.guard_plan.last_uid,
+    ), "the user that fetches images is restricted like a worker"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,11 @@ def test_the_kernels_limits_follow_those_of_the_gateways() -> None:
         {"upstream_roots": "relative"},
         {"unknown": 1},
         {"images": [{"name": "x"}]},
+        {"images": [{"name": "X", "tar": "/x", "env": {}}]},
+        {"images": [{"name": f"x@sha256:{'0' * 64}", "tar": "/x", "env": {}}]},
+        {"registries": {"allowed": ["*"], "secrets": {}, "max_bytes": 1 << 30, "skopeo": "/usr/bin/skopeo"}},
+        {"registries": {"allowed": [], "secrets": {}, "max_bytes": 0, "skopeo": "/usr/bin/skopeo"}},
+        {"registries": {"allowed": [], "secrets": {}, "max_bytes": 1 << 30, "skopeo": "skopeo"}},
         {"images": [{"name": "x", "tar": "/x"}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A B": "c"}}]},
         {"images": [{"name": "x", "tar": "/x", "env": {"A": "b\nUSER root"}}]},

@@ -469,11 +469,12 @@ def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, s
     before = stack.sandboxes()
     work = f"WORKDIR /proc/self/fd/{descriptor}"
     assert 0 == stack.docker("import", "-c", work, os.environ["SALLYPORT_EMPTY_IMAGE"], image).returncode
+    stack.permit_images(image)
     try:
         with pytest.raises(SandboxException):
             stack.create("runc", image=image, policy="deny-all")
     finally:
-        stack.docker("rmi", "-f", image)
+        stack.remove_images(image)
 
     assert before == stack.sandboxes()
 

@@ -82,6 +82,7 @@ def _warm(stack: Stack) -> Iterator[None]:
     # Its work directory is a file. So all steps succeed, and only the start fails.
     work = ("import", "-c", "WORKDIR /dev/null", os.environ["SALLYPORT_EMPTY_IMAGE"], UNSTARTABLE)
     assert 0 == stack.docker(*work).returncode
+    stack.permit_images(UNSTARTABLE)
 
     async def fill() -> None:
         async with client(stack) as http:
@@ -91,7 +92,7 @@ def _warm(stack: Stack) -> Iterator[None]:
 
     asyncio.run(fill())
     yield
-    stack.docker("rmi", "-f", UNSTARTABLE)
+    stack.remove_images(UNSTARTABLE)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def _images(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
         _directory(archive, "work", 1234, 0o755)
     assert 0 == stack.docker("import", "-c", path, "-c", "USER 1234:1235", str(for_user), USER).returncode
     _trap(stack, work)
+    stack.permit_images(SMALL, USER, TRAPPED)
 
 
 def _directory(archive: tarfile.TarFile, name: str, owner: int, mode: int) -> None:
@@ -249,8 +250,9 @@ def _hostile(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     changes = [word for said in says for word in ("-c", said)]
     imported = stack.docker("import", *changes, str(tar), HOSTILE)
     assert 0 == imported.returncode, imported.stderr
+    stack.permit_images(HOSTILE)
     yield target
-    stack.docker("rmi", "-f", HOSTILE)
+    stack.remove_images(HOSTILE)
 
 
 def test_what_an_image_says_and_where_its_links_lead_is_of_no_use_to_it(
@@ -300,10 +302,11 @@ def test_an_image_with_an_unreadable_users_file_is_refused_at_once(kind: str, st
         for entry in (users, zeros):
             archive.addfile(entry)
     assert 0 == stack.docker("import", "-c", "ENV PATH=/bin", str(tar), image).returncode
+    stack.permit_images(image)
     before = stack.sandboxes()
     try:
         with pytest.raises(SandboxException, match="/etc/passwd of the image is no plain file"):
             stack.create("runc", image=image)
         assert before == stack.sandboxes()
     finally:
-        assert 0 == stack.docker("rmi", "-f", image).returncode
+        stack.remove_images(image)

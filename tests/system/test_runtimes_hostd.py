@@ -106,6 +106,7 @@ class Hostd:
                 "pidfile": str(self.run / "docker.pid"),
                 "log": str(directory / "dockerd.log"),
             },
+            "registries": {"allowed": [], "secrets": {}, "max_bytes": 1 << 30, "skopeo": "/usr/bin/skopeo"},
             "images": [{"name": "sallyport/test:1", "tar": str(tar), "env": {"PLACE": "http://127.0.0.1:1/a b"}}],
             "runsc": os.environ["SALLYPORT_RUNSC"],
             "runc": shutil.which("runc") or "/usr/sbin/runc",
@@ -606,9 +607,9 @@ def test_the_guard_survives_a_flush_and_comes_back_after_a_kill(hostd: Hostd) ->
     def table() -> str:
         return netns.list_rules(hostd.upstream, "table", "inet", "sallyport_guard")
 
-    assert "700001000-700005093" in table()
+    assert "700001000-700005094" in table()
     netns.load_rules(hostd.upstream, "flush ruleset\n")
-    assert "700001000-700005093" in table()
+    assert "700001000-700005094" in table()
     (guard,) = guards(hostd.upstream)
     os.kill(guard, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE

@@ -207,8 +207,9 @@ def _images(stack: Stack) -> Iterator[None]:
     small, java = os.environ["SALLYPORT_SMALL_IMAGE"], os.environ["SALLYPORT_JAVA_IMAGE"]
     assert 0 == stack.docker("import", "-c", path, small, SMALL).returncode
     assert 0 == stack.docker("import", "-c", path, "-c", "USER 1234:1235", java, JAVA).returncode
+    stack.permit_images(SMALL, JAVA)
     yield
-    assert 0 == stack.docker("rmi", "-f", SMALL, JAVA).returncode
+    stack.remove_images(SMALL, JAVA)
 
 
 @pytest.mark.parametrize("name", CLIENTS)

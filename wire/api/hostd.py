@@ -31,6 +31,9 @@ LEAST_HIDDEN: Final = 8
 """Bytes. A shorter value of the environment is not removed from an output, because it is in many texts by chance."""
 MOST_KEPT: Final = 32 * 1024
 """The most bytes of an output that are kept of a removed sandbox."""
+_MOST_PATH: Final = 4096
+_MOST_NAME: Final = 256
+_MOST_NAMES: Final = 32
 
 
 class Runtime(StrEnum):
@@ -88,7 +91,7 @@ class DescribeImage(Request[ImageDescription]):
 
 @dataclass(frozen=True, slots=True)
 class ImageNames:
-    """Names of images of this host: the configured ones first, and not all where there are very many."""
+    """Names of images that may be started: the configured ones first, and not all where there are very many."""
 
     images: tuple[str, ...]
 
@@ -96,6 +99,131 @@ class ImageNames:
 @dataclass(frozen=True, slots=True)
 class Images(Request[ImageNames]):
     """Ask for the names of the images of this host."""
+
+
+class ImageOrigin(StrEnum):
+    """Where an added image is from."""
+
+    REGISTRY = "registry"
+    """`source` is a name of an image."""
+    FILE = "file"
+    """`source` is an archive, or a directory with an OCI layout."""
+    DOCKER = "docker"
+    """`source` is a name of an image that this host's Docker has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedImage:
+    """An image that may be started.
+
+    Attributes:
+        name: its name in its short form.
+        digests: those of its name in the registry or archive, and of its manifest.
+        source: where it is from, for people.
+        configured: whether it is from the settings.
+        added: RFC 3339.
+        size: in bytes, unpacked.
+        present: whether Docker has it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    digest: str
+    digests: tuple[str, ...]
+    source: str
+    configured: bool
+    added: str
+    size: int
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AddImage(Request[ListedImage]):
+    """Add an image to those that may be started. Only root may ask.
+
+    Attributes:
+        names: its name and aliases; empty: the name that the registry or archive has for it.
+        selected: its name in an archive of several images; empty for none.
+        replace: whether it takes a name that another added image has.
+    """
+
+    origin: ImageOrigin
+    source: str
+    names: tuple[str, ...]
+    selected: str
+    replace: bool
+
+    def __post_init__(self) -> None:
+        _bounded(self.source, 1, _MOST_PATH, "characters of the source")
+        _bounded(self.names, 0, _MOST_NAMES, "names")
+        _bounded(self.selected, 0, _MOST_NAME, "characters of the selected name")
+
+
+@dataclass(frozen=True, slots=True)
+class AliasImage(Request[ListedImage]):
+    """Give an image a further name. Only root may ask."""
+
+    name: str
+    alias: str
+    replace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ListedImages:
+    """The images that may be started, those of the settings first."""
+
+    images: tuple[ListedImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListImages(Request[ListedImages]):
+    """Ask for the images that may be started. Only root may ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image: of its variables the names only. `sandboxes` run from it."""
+
+    listed: ListedImage
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env_names: tuple[str, ...]
+    user: str
+    workdir: str
+    layers: tuple[str, ...]
+    sandboxes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowImage(Request[ShownImage]):
+    """Ask for one image. Only root may ask."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedImage:
+    """What a removal did.
+
+    Attributes:
+        names: the names that lead to no image now.
+        sandboxes: those that still run from it.
+        freed: whether its bytes are gone. Otherwise they go with the last sandbox, or another name needs them.
+    """
+
+    names: tuple[str, ...]
+    sandboxes: tuple[str, ...]
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveImage(Request[RemovedImage]):
+    """Remove an image with all of its names, or only an alias. Only root may ask.
+
+    No sandbox can be started from it then; those that run continue.
+    """
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +484,9 @@ def _within(number: int, least: int, most: int, what: str) -> None:
         raise ValueError(f"{what}: from {least} to {most}")
 
 
+IMAGE_REQUESTS: Final = (AddImage, AliasImage, ListImages, ShowImage, RemoveImage)
+"""What only root may ask."""
 OPERATIONS: Final = Operations(
-    Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput
+    *(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput),
+    *IMAGE_REQUESTS,
 )

@@ -273,6 +273,22 @@ class Release(Request[Released]):
 
 
 @dataclass(frozen=True, slots=True)
+class WriteLogin(Request[Done]):
+    """Write a secret, as the login of a registry, into the pipe that comes with the request.
+
+    The secret is `user:password`. What is written has the form of `auth.json` of container tools.
+    """
+
+    secret: str
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        _bounded(self.secret, _MOST_TEXT, "a name")
+        _bounded(self.host, _MOST_TEXT, "a host")
+
+
+@dataclass(frozen=True, slots=True)
 class Revoke(Request[Done]):
     """End the leases of these secrets, None: of all. The answer says that the worker uses them no more."""
 
@@ -285,7 +301,9 @@ def _bounded(value: Sized, most: int, what: str) -> None:
 
 
 CHANNEL: Final = Operations(Intermediate, Release)
-CONTROL: Final = Operations(Put, Rotate, Delete, List, Rekey, OpenSandbox, Regrant, Narrow, CloseSandbox, Attach)
+CONTROL: Final = Operations(
+    Put, Rotate, Delete, List, Rekey, OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin
+)
 SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
 """What other users than root may ask."""
 WORKER: Final = Operations(Revoke)
