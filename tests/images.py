@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,16 +112,3 @@ def fetching(name: str, directory: Path, kind: type[Fetching] = Fetching) -> Ite
         assert isinstance(stack, Fetching)
         stack.sallyport("vault", "put", SECRET, "--host", REGISTRY, stdin=registry.login)
         yield Place(stack, registry, directory)
-
-
-def as_user(uid: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program as another user."""
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        user=uid,
-        group=uid,
-        extra_groups=[],
-        capture_output=True,
-        text=True,
-        check=False,
-    )

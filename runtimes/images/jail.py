@@ -7,6 +7,7 @@ The process imports its code as root, then confines itself, and only then reads 
   `/etc` that a TLS client needs;
 - to unpack: a network namespace without any link. To fetch: the upstream namespace, where the guard judges the packets
   of this user like those of a worker;
+- a filter of system calls (`filter`), which permits no further namespace;
 - a process namespace of its own. When its first process ends, the kernel kills the others.
 
 It prints one JSON object: the result, or why the image is refused.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from runtimes.images.fetcher import Fetcher, keep_login
+from runtimes.images.filter import filter_program
 from runtimes.images.manifests import RefusedImage
 from runtimes.images.sources import Archive, Directory
 from runtimes.images.unpacker import Unpacked, Unpacker
@@ -37,6 +39,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
 _CAPABILITIES = 64
 _SYS_PIVOT_ROOT = 155
 _OPEN_FILES = 256
@@ -98,6 +101,12 @@ class Report:
 
     refused: str
     image: Unpacked | None
+
+
+class _FilterProgram(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _check(result: int, what: str) -> None:
@@ -186,6 +195,10 @@ def _drop(order: JailOrder) -> None:
     os.setresuid(order.uid, order.uid, order.uid)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent death signal")  # a new user clears it
+    program = filter_program()
+    instructions = ctypes.create_string_buffer(program)
+    prog = _FilterProgram(len(program) // 8, ctypes.addressof(instructions))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, ctypes.byref(prog), 0, 0), "seccomp")
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),

@@ -233,7 +233,7 @@ def _quiet(place: Place) -> dict[str, dict[str, Any]] | None:
 def test_a_server_that_is_killed_during_an_addition_leaves_nothing(place: Place) -> None:
     """Killed when it unpacks, and when Docker has the image and the list does not."""
     before, images = place.listed(), place.docker_images()
-    noise = ImageFile([tar(entry(f"noise-{number}", os.urandom(1 << 20)) for number in range(200))])
+    noise = ImageFile([tar(entry(f"noise-{number}", os.urandom(1 << 20)) for number in range(60))])
     path = place.write("noise.tar", noise.saved("noise:1"))
     work = place.stack.state / "hostd" / "image-work"
     for at in (
