@@ -142,7 +142,9 @@ def test_each_part_of_a_layout_has_the_content_of_its_digest(tmp_path: Path, par
         "layer": json.loads(manifest)["layers"][0]["digest"],
     }[part]
     place = f"blobs/sha256/{named.removeprefix('sha256:')}"
-    for wrong in (files[place] + b" ", files[place][:-1], b""):
+    same = files[place].replace(b", ", b" ,", 1) if part != "layer" else files[place][:9] + b"\x07" + files[place][10:]
+    assert (len(same), False) == (len(files[place]), same == files[place])
+    for wrong in (same, files[place] + b" ", files[place][:-1], b""):
         _refused(tmp_path, tar_of(files | {place: wrong}))
     _refused(tmp_path, tar_of({name: text for name, text in files.items() if name != place}))
 
