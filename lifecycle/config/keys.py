@@ -153,7 +153,7 @@ def _references(value: Any) -> tuple[str, ...]:
 def _registry_secrets(value: Any) -> dict[str, str]:
     secrets = _text_map(value)
     for host in secrets:
-        if Reference.parse(f"{host}/any").path != f"{host}/any":
+        if "/" in host or Reference.parse(f"{host}/a/b").path != f"{host}/a/b":
             raise ValueError("must name each registry as images do, with its port")
     return secrets
 

@@ -56,6 +56,12 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport]\ndefault_memory = 'much'", "sallyport.default_memory"),
         ("[sallyport]\nimages = [{name = 'x'}]", "sallyport.images"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', env = ['A=b']}]", "sallyport.images"),
+        ("[sallyport]\nimages = [{name = 'X', tar = '/x'}]", "sallyport.images"),
+        ("[sallyport.registry]\nallowed = ['*']", "sallyport.registry.allowed"),
+        ("[sallyport.registry]\nallowed = 'ubuntu'", "sallyport.registry.allowed"),
+        ("[sallyport.registry]\nsecrets = {registry = 'login'}", "sallyport.registry.secrets"),
+        ("[sallyport.registry]\nsecrets = {'r.example.com/a' = 'login'}", "sallyport.registry.secrets"),
+        ("[sallyport]\nmax_image = '1Ki'", "sallyport.max_image"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', env = {A = 1}}]", "sallyport.images"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', env = {A = '$B'}}]", "sallyport.images"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', run = 'y'}]", "sallyport.images"),
@@ -294,3 +300,15 @@ def test_every_command_sees_what_serve_sees(short: Path, capsys: pytest.CaptureF
     assert f"{short}/state/audit" in capsys.readouterr().err
     assert 0 != cli.main(["--defaults", str(short / "built.toml"), "--config", own, "vault", "list"])
     assert f"{short}/run/vault.sock" in capsys.readouterr().err
+
+
+def test_the_registries_are_those_of_the_settings(tmp_path: Path) -> None:
+    """Docker Hub is one of them, by its usual name."""
+    path = tmp_path / "sallyport.toml"
+    path.write_text(
+        "[sallyport.registry]\nallowed = ['r.example.com:5000/a/*', 'ubuntu']\nsecrets = {'docker.io' = 's'}\n"
+    )
+    registries = launch.host_config(read(path, {}), tmp_path)["registries"]
+    assert ["r.example.com:5000/a/*", "ubuntu"] == registries["allowed"]
+    assert {"docker.io": "s"} == registries["secrets"]
+    assert 16 << 30 == registries["max_bytes"]
