@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from wire.api import auditd, vaultd, worker, zygote
+from wire.api import auditd, hostd, vaultd, worker, zygote
 from wire.errors import RequestError
 
 DIGEST = "a" * 64
@@ -37,6 +37,14 @@ WRONG: dict[str, Callable[[], object]] = {
     "an anchor with a negative offset": lambda: auditd.Anchor(**{**ANCHOR, "offset": -1}),
     "an anchor with a path as a chain": lambda: auditd.Anchor(**{**ANCHOR, "heads": {"../x": HEAD}}),
     "a vault channel without a generation": lambda: vaultd.Attach("sbx-1", 0),
+    "a login of a long name": lambda: vaultd.WriteLogin("a" * 257, "r.test", 443),
+    "a login for a long host": lambda: vaultd.WriteLogin("a", "r" * 257, 443),
+    "an image of nowhere": lambda: hostd.AddImage(hostd.ImageOrigin.FILE, "", (), "", False),
+    "an image of a long path": lambda: hostd.AddImage(hostd.ImageOrigin.FILE, "/" * 4097, (), "", False),
+    "an image with many names": lambda: hostd.AddImage(hostd.ImageOrigin.FILE, "/a", ("a",) * 33, "", False),
+    "an image with a long name in its archive": lambda: hostd.AddImage(
+        hostd.ImageOrigin.FILE, "/a", (), "a" * 257, False
+    ),
     "a vault channel of a path": lambda: vaultd.Attach("../x", 1),
     "a configuration of a path": lambda: worker.Configure("../x", 1, "{}"),
     "a configuration of no generation": lambda: worker.Configure("sbx-1", 0, "{}"),
