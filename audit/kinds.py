@@ -108,6 +108,8 @@ FIELDS: Final[Mapping[str, str]] = {
     "target_generation": "the generation of the worker that the secret or certificate is for",
     "torn": "the bytes that auditd truncated at the end of the log after a crash",
     "treatment": "`splice` (relayed unread) or `inspect`",
+    "volume": "the name of the named volume",
+    "volumes": "source, place inside, `ro` or `rw`, and `deleted-with-sandbox` of each volume; names and paths only",
     "websocket": "the request asks for a WebSocket",
 }
 """The meaning of each field that a producer writes; `audit.records` has its type and bound."""
@@ -244,9 +246,16 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         digest="sha256:5f2b",
         actor="uid:0",
     ),
+    "volume.remove": _kind(
+        "An operator removes a named volume. Written before the removal, also before one that is refused.",
+        ("volume", "actor"),
+        "info",
+        volume="cache",
+        actor="uid:0",
+    ),
     "lifecycle.create": _kind(
         "A sandbox is about to be launched.",
-        ("image", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes", "pool"),
+        ("image", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes", "pool", "volumes"),
         "allow",
         sandbox="sbx-1",
         image="sallyport/base",
@@ -255,6 +264,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         cpu_nanos=1_000_000_000,
         memory_bytes=2_147_483_648,
         disk_bytes=2_147_483_648,
+        volumes=["host:/srv/data /mnt/data ro", "pvc:cache /cache rw"],
     ),
     "lifecycle.claim": _kind(
         "An idle sandbox of a pool is about to get its caller's policy and entrypoint.",

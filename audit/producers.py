@@ -18,7 +18,7 @@ VAULT: Final = "vault"
 
 KINDS: Final[Mapping[str, frozenset[str]]] = {
     AUDITD: frozenset({"checkpoint", "gap"}),
-    HOSTD: frozenset({"alarm", "drop", "image.fetch", "image.add", "image.alias", "image.remove"}),
+    HOSTD: frozenset({"alarm", "drop", "image.fetch", "image.add", "image.alias", "image.remove", "volume.remove"}),
     SERVE: frozenset(
         {
             *("lifecycle.create", "lifecycle.create_failed", "lifecycle.remove", "lifecycle.policies"),

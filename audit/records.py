@@ -101,6 +101,7 @@ TEXTS: Mapping[str, int] = {
     "error": 512,
     "digest": 128,
     "detail": 512,
+    "volume": 253,
     "torn": 2048,  # bytes that auditd truncated at the end of a log after a crash
 }
 INTEGERS = frozenset(
@@ -121,7 +122,14 @@ INTEGERS = frozenset(
     }
 )
 BOOLEANS = frozenset({"plaintext", "oom", "truncated", "durable_lost", "websocket"})
-LISTS: Mapping[str, int] = {"addresses": 64, "secrets": 128, "hosts": 255, "injections": 128, "protocols": 32}
+LISTS: Mapping[str, int] = {
+    "addresses": 64,
+    "secrets": 128,
+    "hosts": 255,
+    "injections": 128,
+    "protocols": 32,
+    "volumes": 512,
+}
 
 _COMPANION = re.compile(r"([a-z_]+)_(sha256|length)")
 _HEX = re.compile(r"[0-9a-f]{64}")

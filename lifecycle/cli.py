@@ -5,6 +5,7 @@ sallyport init-config [--output FILE]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
 sallyport vault init | put | list | rotate | delete
 sallyport image add SOURCE [--name NAME] | alias NAME ALIAS | list | show NAME | remove NAME
+sallyport volume list | remove NAME
 sallyport audit tail | verify [--anchor FILE] | anchor [--output FILE] [DIRECTORY]
 
 `--config FILE` is allowed before and after a command. Without it, `serve` searches for settings as `settings.read`
@@ -24,7 +25,7 @@ import vault.cli
 import vault.keyring
 from gateway.dns.names import over_bounds
 from gateway.translate import refusal_of_form
-from lifecycle import about, console, doctor, images, running
+from lifecycle import about, console, doctor, images, running, volumes
 from lifecycle.config import launch, reference, settings
 from lifecycle.config.settings import Settings, SettingsError
 from runtimes.process import api_listener
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--address", help="what the host resolves to, to be judged too")
     vault.cli.add_commands(commands.add_parser("vault", parents=[after], help="manage stored secrets"), [after])
     images.add_commands(commands.add_parser("image", parents=[after], help="manage the images of sandboxes"), [after])
+    volumes.add_commands(commands.add_parser("volume", parents=[after], help="manage named volumes"), [after])
     log = commands.add_parser("audit", parents=[after], help="read and verify the audit log").add_subparsers(
         dest="action", required=True
     )
@@ -126,6 +128,8 @@ def _run(options: argparse.Namespace) -> int:
             return vault.cli.run(options, places)
         case "image", _:
             return images.run(options, _configured(options).run_dir / "hostd.sock")
+        case "volume", _:
+            return volumes.run(options, _configured(options).run_dir / "hostd.sock")
         case "audit", "tail":
             return audit.cli.tail(
                 _log_directory(options),

@@ -27,6 +27,7 @@ from runtimes.process.cgroups import Cgroups, remove_container_groups
 from runtimes.process.freezer import Freezer
 from runtimes.records import RecordStore, SandboxRecord
 from runtimes.spec import Uids
+from runtimes.volumes import Volumes
 
 _REMOVE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.2
@@ -44,6 +45,7 @@ class Leftovers:
     disk_rate: DiskRate
     ledgers: Ledgers
     records: RecordStore
+    volumes: Volumes
 
 
 class Unfit(Exception):
@@ -139,6 +141,7 @@ async def _sweep(
         residue += await asyncio.to_thread(containers.end_processes, container)
         residue += await asyncio.to_thread(remove_container_groups, container)
     residue += await asyncio.to_thread(leftovers.disks.sweep, names)
+    residue += await leftovers.volumes.sweep(names)
     residue += leftovers.ledgers.sweep(names)
     for path in (run / "plans").iterdir():  # plans that a start has claimed meanwhile
         if path.stem not in alive:

@@ -59,7 +59,9 @@ from runtimes.records import RecordStore
 from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
+from runtimes.volumes import Volumes, make_volumes
 from wire import serving
+from wire.api.auditd import Entry, Record
 from wire.api.hostd import (
     IMAGE_REQUESTS,
     OPERATIONS,
@@ -78,16 +80,20 @@ from wire.api.hostd import (
     Listed,
     ListedImages,
     ListImages,
+    ListVolumes,
     Pause,
     PolicyInForce,
     ReadOutput,
     Remove,
     RemoveImage,
+    RemoveVolume,
     Resume,
     ShowImage,
+    VolumesListed,
 )
 from wire.frames import close_all
 
+_RECORD_SECONDS = 5.0
 _GATED_SECONDS = 5.0
 """Adopted sandboxes get this time to have their gateways back before other work begins."""
 
@@ -111,10 +117,14 @@ def make_directories(config: HostConfig) -> None:
         (run / "runtimes", 0, 0, 0o755),
         (run / "config", 0, 0, 0o711),
         (run / "image-jail", 0, 0, 0o700),
+        (run / "volumes", 0, 0, 0o700),
+        (run / "volumes" / "stages", 0, 0, 0o700),
+        (run / "volumes" / "named", 0, 0, 0o700),
         (state, 0, 0, 0o711),
         (state / "hostd", 0, 0, 0o700),
         (state / "hostd" / "disks", 0, 0, 0o700),
         (state / "hostd" / "image-work", 0, 0, 0o700),
+        (state / "hostd" / "volumes", 0, 0, 0o700),
         (state / "hostd" / "ledgers", 0, 0, 0o700),
         (state / "audit", uids.auditd, uids.auditd, 0o700),
         (state / "vault", uids.vaultd, uids.vaultd, 0o700),
@@ -158,6 +168,7 @@ class Host:
         self._operator = Operator(config, self._daemons, constants.upstream_roots)
         self._sandboxes: Sandboxes | None = None
         self._images: ImageStore | None = None
+        self._volumes: Volumes | None = None
         self._alarms = Alarms(self._daemons)
         self._chains: Chains | None = None
         self._watch: Watch | None = None
@@ -225,6 +236,7 @@ class Host:
         )
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
+        self._volumes = volumes = make_volumes(config)
         leftovers = Leftovers(
             self._cgroups,
             self._freezer,
@@ -232,6 +244,7 @@ class Host:
             DiskRate(own / "disk-limits", config.disk_bandwidth),
             Ledgers(own / "ledgers"),
             self._records,
+            volumes,
         )
         fit = await adopt_or_remove(self._run, uids, rules_digest(config.slot_plan), docker, leftovers)
         self._adopted = len(fit)
@@ -249,6 +262,7 @@ class Host:
             Pausing(self._freezer, docker),
             self._records,
             rings,
+            volumes,
         )
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
@@ -357,6 +371,8 @@ class Host:
         await self._alarms.stop()
         await self._daemons.stop()
         await self._guard.stop()
+        if self._volumes is not None:
+            self._volumes.close()
         if self._docker is not None:
             self._docker.close()
         if self._dockerd is not None:
@@ -408,6 +424,11 @@ class Host:
                 return await self._parts()[1].inspect(sandbox)
             case ReadOutput(sandbox, lines, since):
                 return await self._parts()[1].output(sandbox, lines, since)
+            case ListVolumes():
+                return VolumesListed(await self._operators_volumes(client).states())
+            case RemoveVolume(name):
+                await self._remove_volume(self._operators_volumes(client), name, client.peer.uid)
+                return wire.Done()
             case _:
                 raise TypeError(f"{type(request).__name__} is not asked of hostd")
 
@@ -439,6 +460,24 @@ class Host:
         if self._docker is None or self._sandboxes is None:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
         return self._docker, self._sandboxes
+
+    def _operators_volumes(self, client: wire.Client) -> Volumes:
+        """Return the volumes for an operation that only root may request, not `serve`."""
+        if client.peer.uid != 0:
+            raise wire.RequestError(wire.Code.FORBIDDEN, f"uid {client.peer.uid} may not do this")
+        self._parts()
+        if self._volumes is None:
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
+        return self._volumes
+
+    async def _remove_volume(self, volumes: Volumes, name: str, uid: int) -> None:
+        """Record the removal of a volume, then remove it."""
+        record = Record(Entry("volume.remove", "info", {"volume": name, "actor": f"uid:{uid}"}))
+        try:
+            await self._daemons.client("auditd").ask(record, timeout=_RECORD_SECONDS)
+        except (OSError, wire.RemoteError) as error:
+            raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log does not accept records") from error
+        await volumes.remove(name)
 
     async def _image(self, name: str) -> ImageDescription:
         if not IMAGE_NAME.fullmatch(name):

@@ -25,6 +25,7 @@ import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ from runtimes.engine import containers
 from runtimes.engine.containers import plan_container, write_files
 from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
-from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, LocalImage, Mount
+from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, LocalImage, Mount, VolumeBind
 from runtimes.engine.plans import Plans
 from runtimes.engine.printed import LogTail
 from runtimes.ledgers import Ledgers
@@ -53,6 +54,7 @@ from runtimes.records import RecordStore, SandboxRecord
 from runtimes.rings import Rings
 from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
+from runtimes.volumes import Staged, Volumes
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
 from wire.api.hostd import MOST_KEPT, HostSandboxState, Inspected, Launch, Printed, Removed, SlotDescription
 from wire.api.states import HostState
@@ -83,6 +85,15 @@ class LaunchableImages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A created container: its space on disk (bytes, None is no limit), its binds as Docker lists them, its volumes."""
+
+    room: int | None
+    mounts: tuple[Mount, ...]
+    volumes: tuple[Staged, ...]
+
+
 class Sandboxes:
     """All sandboxes of this host."""
 
@@ -98,6 +109,7 @@ class Sandboxes:
         pausing: Pausing,
         records: RecordStore,
         rings: Rings,
+        volumes: Volumes,
     ) -> None:
         self._config = config
         self._operator = operator
@@ -114,6 +126,7 @@ class Sandboxes:
         self._disk_rate = DiskRate(Path(config.state_dir) / "hostd" / "disk-limits", config.disk_bandwidth)
         self._ledgers = Ledgers(Path(config.state_dir) / "hostd" / "ledgers")
         self._rings = rings
+        self._volumes = volumes
         self._known: dict[str, HostSandbox] = {}
         self._launching = asyncio.Semaphore(config.launch_concurrency)
         self._endings = ShieldedTasks()
@@ -192,10 +205,12 @@ class Sandboxes:
         sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
         # Gateway and container are made concurrently. The container cannot start without the plan.
-        (slotted, gated), (created, room, mounts) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
-        self._plan(sandbox, spec, room, mounts)
+        (slotted, gated), (created, made) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
+        self._plan(sandbox, spec, made)
         await self._docker.start(sandbox.container or "")
         await asyncio.to_thread(self._limit_disk, sandbox)
+        if spec.volumes:
+            await self._volumes.settle(spec.sandbox)
         sandbox.phase = "running"
         self._write_down(sandbox)
         sandbox.running = True
@@ -225,14 +240,16 @@ class Sandboxes:
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
 
-    async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, int | None, tuple[Mount, ...]]:
-        """Create the container, without its plan. Return the time, its space on disk (bytes or None) and its mounts."""
+    async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, _Made]:
+        """Create the container, without its plan. Return the time, and what the plan needs."""
         image = await self._images.image(spec.image)
+        volumes = await self._volumes.stage(spec.sandbox, spec.volumes)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
-        plan = plan_container(spec, image.id, files, Path(self._config.execd))
+        binds = [VolumeBind(volume.source, volume.target, volume.read_only) for volume in volumes]
+        plan = plan_container(spec, image.id, files, Path(self._config.execd), binds)
         layout, _ = await both(self._contain(sandbox, plan), self._prepare_disk(spec))
         room = await self._attach_disk(spec, layout.layer)
-        return time.monotonic(), room, layout.mounts
+        return time.monotonic(), _Made(room, layout.mounts, volumes)
 
     async def _contain(self, sandbox: HostSandbox, plan: ContainerPlan) -> Layout:
         sandbox.container = await self._docker.create(plan)
@@ -311,18 +328,26 @@ class Sandboxes:
             return [f"disk limit of {number}: {error.strerror}"]
         return []
 
-    def _plan(self, sandbox: HostSandbox, spec: Launch, room: int | None, mounts: tuple[Mount, ...]) -> None:
+    def _plan(self, sandbox: HostSandbox, spec: Launch, made: _Made) -> None:
         """Write the launch plan. It lets the container start, once."""
         if sandbox.slot is None or sandbox.container is None:
             raise RuntimeError("no slot")
+        planned = {volume.target for volume in made.volumes}
         plan = {
             "container": sandbox.container,
             "sandbox": sandbox.id,
             "runtime": spec.runtime,
             "netns": str(sandbox.slot.sandbox),
             "netns_inode": sandbox.slot.sandbox_inode,
-            "binds": {mount.destination: [mount.source, mount.read_only] for mount in mounts},
-            "room": room,
+            "binds": {
+                mount.destination: [mount.source, mount.read_only]
+                for mount in made.mounts
+                if mount.destination not in planned
+            },
+            "volumes": {
+                volume.target: [volume.source, volume.read_only, volume.device, volume.inode] for volume in made.volumes
+            },
+            "room": made.room,
             "isolation": spec.isolation,
             "users": sandbox_users(sandbox.slot.index),
         }
@@ -721,6 +746,7 @@ class Sandboxes:
             left += await asyncio.to_thread(containers.end_processes, container)
             left += await asyncio.to_thread(remove_container_groups, container)
         left += await asyncio.to_thread(self._disks.detach, sandbox.id)
+        left += await self._volumes.release(sandbox.id)
         return left + unlimited
 
     def _remove_files(self, sandbox: HostSandbox) -> list[str]:

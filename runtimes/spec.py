@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from runtimes.engine import targets
 from runtimes.engine.disk import SMALLEST
 from runtimes.engine.profile import ISOLATED, PROFILES
 from runtimes.engine.user_namespace import RANGE
@@ -53,6 +54,11 @@ def check_launch(launch: Launch) -> None:
         raise ValueError(f"disk_bytes: at least {SMALLEST}")
     if launch.isolation and not PROFILES[launch.runtime].isolation:
         raise ValueError(f"isolated sessions need {ISOLATED}")
+    for volume in launch.volumes:
+        if problem := targets.problem(volume.target):
+            raise ValueError(f"a volume cannot be mounted there: {problem}")
+        if volume.named is not None and volume.named.size_bytes is not None and volume.named.size_bytes < SMALLEST:
+            raise ValueError(f"size_bytes: at least {SMALLEST}")
 
 
 _FIRST_USER = 0x70000000  # systemd assigns nothing from here to 0x7ffdffff
@@ -107,6 +113,15 @@ class Maxima(_Strict):
     pids: int = Field(ge=1)
     disk_bytes: int | None = Field(ge=1)
     sandboxes: int = Field(ge=1)
+
+
+class VolumesConfig(_Strict):
+    """The operator's bounds of volumes. An empty `allowed_host_paths` allows no path of the host."""
+
+    allowed_host_paths: list[str]
+    default_bytes: int = Field(ge=SMALLEST)
+    max_bytes: int = Field(ge=SMALLEST)
+    max_count: int = Field(ge=0)
 
 
 class DockerdConfig(_Strict):
@@ -234,6 +249,7 @@ class HostConfig(_Strict):
     disk_limits: bool
     network_bandwidth: int | None = Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)
     disk_bandwidth: int | None = Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)
+    volumes: VolumesConfig
     memory: DaemonMemory
 
     @property
@@ -249,7 +265,7 @@ class HostConfig(_Strict):
         if ("serve" in names) is (self.listen is None):
             raise ValueError("listen is the address of serve, and missing without it")
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
-        paths += [self.upstream_roots, self.registries.skopeo]
+        paths += [self.upstream_roots, self.registries.skopeo, *self.volumes.allowed_host_paths]
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
         _ = self.resolvers, self.allowed, self.limits

@@ -19,12 +19,18 @@ class Code(StrEnum):
     UNKNOWN_SANDBOX = "unknown_sandbox"
     UNKNOWN_IMAGE = "unknown_image"
     UNKNOWN_SECRET = "unknown_secret"  # noqa: S105 - a code
+    UNKNOWN_VOLUME = "unknown_volume"
     EXISTS = "exists"
     NOT_BOUND = "not_bound"  # the secret may not be used there
     NOT_GRANTED = "not_granted"  # the sandbox may not have the secret
     EXPIRED = "expired"
     STALE_GENERATION = "stale_generation"
     DAMAGED = "damaged"  # what is stored cannot be read
+    PATH_FORBIDDEN = "path_forbidden"  # the operator does not allow this path of the host
+    PATH_MISSING = "path_missing"
+    PATH_KIND = "path_kind"  # it is neither a directory nor a plain file
+    SUB_PATH = "sub_path"  # a path below a volume is a link, leaves the volume, or is not usable
+    VOLUME_SIZE = "volume_size"
 
     # the present state
     BUSY = "busy"
@@ -39,6 +45,8 @@ class Code(StrEnum):
     DOCKER = "docker"
     IMAGE = "image"  # the image cannot be used
     DISK = "disk"
+    PATH = "path"  # a directory of the host cannot be made or mounted
+    VOLUME = "volume"  # a named volume cannot be made, mounted or removed
     NETWORK = "network"
     GATEWAY = "gateway"
     HOST = "host"

@@ -150,6 +150,48 @@ class Platform(Model):
     arch: Text
 
 
+class HostMount(Model):
+    """A directory or a file of the host."""
+
+    path: Text
+
+
+class Pvc(Model):
+    """A named volume. `storageClass` and `accessModes` are for Kubernetes, and have no effect here."""
+
+    NULLABLE = frozenset({"storage_class", "storage", "access_modes"})
+
+    claim_name: Text
+    create_if_not_exists: bool = True
+    delete_on_sandbox_termination: bool = False
+    storage_class: Text | None = None
+    storage: Text | None = None
+    access_modes: list[Text] | None = Field(default=None, max_length=16)
+
+
+class Ossfs(Model):
+    """A bucket of an object store, which this server does not offer."""
+
+    bucket: Text
+    endpoint: Text
+    version: Text = "2.0"
+    options: list[Text] | None = Field(default=None, max_length=64, repr=False)
+    access_key_id: Text | None = Field(default=None, repr=False)
+    access_key_secret: Text | None = Field(default=None, repr=False)
+
+
+class Volume(Model):
+    """What is mounted into the sandbox. Exactly one of `host`, `pvc` and `ossfs` is given."""
+
+    name: Text
+    mount_path: Text
+    read_only: bool = False
+    sub_path: Text | None = None
+    host: HostMount | None = None
+    pvc: Pvc | None = None
+    ossfs: Ossfs | None = None
+
+
 class Create(Model):
     """The body of `POST /sandboxes`. `networkPolicy: null` is a policy that denies all."""
 
@@ -168,7 +210,7 @@ class Create(Model):
     network_policy: NetworkPolicy | None = None
     credential_proxy: CredentialProxy | None = None
     secure_access: bool | None = None
-    volumes: list[dict[str, Any]] | None = Field(default=None, max_length=64)
+    volumes: list[Volume] | None = Field(default=None, max_length=64)
     platform: Platform | None = None
     extensions: dict[Text, Text] | None = Field(default=None, max_length=64)
 

@@ -180,6 +180,13 @@ def _disk(value: Any) -> int:
     return size
 
 
+def _host_paths(value: Any) -> tuple[str, ...]:
+    paths = _texts(value)
+    if any(not path.startswith("/") or ".." in path.split("/") or "\0" in path for path in paths):
+        raise ValueError("must be a list of absolute paths without ..")
+    return paths
+
+
 def _daemon_memory(value: Any) -> int:
     memory = _memory(value)
     if memory < LEAST_MEMORY:
@@ -234,6 +241,7 @@ ImageBytes = Annotated[int, PlainValidator(_image_bytes), Bounds("at least 1Mi")
 Cpu = Annotated[int, PlainValidator(_cpu), Bounds("above 0")]
 Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
+HostPaths = Annotated[tuple[str, ...], PlainValidator(_host_paths), Bounds("absolute paths")]
 DaemonMemory = Annotated[int, PlainValidator(_daemon_memory), Bounds(f"at least {LEAST_MEMORY >> 20}Mi")]
 Dsn = Annotated[str, PlainValidator(_dsn), Bounds("a DSN in a form of libpq, without a password")]
 RouteKeyMap = Annotated[dict[str, bytes], PlainValidator(_route_keys), Bounds(f"at least {LEAST_ROUTE_KEY} bytes each")]
@@ -542,6 +550,22 @@ class SettingsModel(BaseModel):
         unit="bytes",
     )
     sallyport_max_disk: Disk = _key("sallyport.max_disk", "16Gi", "most a sandbox may ask for", unit="bytes")
+    storage_allowed_host_paths: HostPaths = _key(
+        "storage.allowed_host_paths",
+        [],
+        "files and directories of this host that a create call may mount, with all below them; an empty list allows "
+        "none",
+        example=["/srv/agents"],
+    )
+    storage_volume_default_size: Disk = _key(
+        "storage.volume_default_size", "1Gi", "of a new named volume for which the call requests no size", unit="bytes"
+    )
+    sallyport_max_volume: Disk = _key(
+        "sallyport.max_volume", "16Gi", "largest named volume that a call may make", unit="bytes"
+    )
+    sallyport_max_volumes: Annotated[int, Field(ge=0, le=1000)] = _key(
+        "sallyport.max_volumes", 64, "named volumes of this host; a call that would make more is answered with 429"
+    )
     sallyport_max_sandboxes: Annotated[int, Field(ge=1, le=4096)] = _key(
         "sallyport.max_sandboxes", 1000, "at once; more are answered with 429"
     )
@@ -731,11 +755,11 @@ NOT_APPLICABLE = frozenset(
         *("runtime.execd_image", "runtime.execd_run_as_init", "docker.network_mode", "docker.api_timeout"),
         *("docker.host_ip", "docker.port_range_min", "docker.port_range_max", "docker.publish_host"),
         *("docker.drop_capabilities", "docker.no_new_privileges", "docker.apparmor_profile"),
-        *("docker.seccomp_profile", "storage.volume_default_size", "storage.ossfs_mount_root", "store.type"),
+        *("docker.seccomp_profile", "storage.ossfs_mount_root", "store.type"),
         *("store.path", "egress.image", "egress.mode", "egress.disable_ipv6", "egress.readiness_timeout_seconds"),
         *("ingress.gateway.address", "ingress.gateway.route.mode"),
         *("egress.otlp_endpoint", "ingress.mode", "secure_runtime.docker_runtime", "otel.enabled", "otel.endpoint"),
-        *("otel.service_name", "otel.export_interval_millis", "storage.allowed_host_paths"),
+        *("otel.service_name", "otel.export_interval_millis"),
     )
 )
 """Keys of the reference server that are accepted without effect: their features are built in, or not offered yet."""

@@ -313,6 +313,12 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "disk_limits": disk_limits(settings),
         "network_bandwidth": settings.get("sallyport.network_bandwidth"),
         "disk_bandwidth": settings.get("sallyport.disk_bandwidth"),
+        "volumes": {
+            "allowed_host_paths": list(settings.get("storage.allowed_host_paths")),
+            "default_bytes": settings.get("storage.volume_default_size"),
+            "max_bytes": settings.get("sallyport.max_volume"),
+            "max_count": settings.get("sallyport.max_volumes"),
+        },
         "memory": {name: settings.get(f"sallyport.memory.{name}") for name in _DAEMONS},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}

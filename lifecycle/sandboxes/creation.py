@@ -1,7 +1,7 @@
 """The validation of a create call: everything that needs no request to a daemon.
 
 - The contract fixes the order of the checks, so that a call with several faults always gets the same error.
-- Unsupported features (volumes, templates) are refused by name and never ignored. Keys of `extensions`
+- Unsupported features (templates) are refused by name and never ignored. Keys of `extensions`
   are free, but a probable misspelling of a known key is refused, because it would have no effect.
 - A plan contains the sandbox's environment, which may contain the caller's secrets. It is never logged or stored.
 """
@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.models import HOOKS_VARIABLE, CapacitySpec, Create, CreatePool
-from lifecycle.sandboxes import labels
+from lifecycle.sandboxes import labels, volumes
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.strict import unknown
 from runtimes.engine.profile import ISOLATED, PROFILES
+from wire.api.hostd import VolumeMount
 
 POLICY_EXTENSION = "sallyport.policy"
 RUNTIME_EXTENSION = "sallyport.runtime"
@@ -118,6 +119,7 @@ class Plan:
     """The pool whose member the sandbox becomes; None to launch one."""
     held_for: str = ""
     """The key of the pool for which an idle member is launched, or empty."""
+    volumes: tuple[VolumeMount, ...] = ()
 
 
 def plan(request: Create, limits: SandboxLimits) -> Plan:
@@ -152,8 +154,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
     _check_size(env)
     if claim is not None:
         _check_claimed(env)
-    if request.volumes:
-        raise ApiError(400, "VOLUME::UNSUPPORTED_BACKEND", "volumes are not supported by this server yet.")
+    mounted = volumes.mounts(request.volumes or ())
     return Plan(
         image=request.image.uri if request.image else "",
         entrypoint=entrypoint,
@@ -172,6 +173,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
         secure_access=bool(request.secure_access),
         renew_seconds=int(extensions[RENEW_EXTENSION]) if RENEW_EXTENSION in extensions else None,
         claim=claim,
+        volumes=mounted,
     )
 
 

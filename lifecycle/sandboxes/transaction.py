@@ -34,6 +34,7 @@ from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailab
 from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
+from lifecycle.sandboxes import volumes
 from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import Plan, claimed
@@ -410,6 +411,7 @@ class Creations:
             memory_bytes=plan.resources.memory_bytes,
             disk_bytes=plan.resources.disk_bytes,
             **({"pool": row.pool} if row.pool else {}),
+            volumes=[volumes.described(volume) for volume in plan.volumes] or None,
         )
         root_pem = await self._vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names)
         launch = Launch(
@@ -427,6 +429,7 @@ class Creations:
             ca_root=root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             selection=compiled.selection.to_text(),
+            volumes=plan.volumes,
         )
         return await self._hostd.launch(launch)
 
@@ -486,6 +489,8 @@ def _failure(error: Exception) -> ApiError:
             return invalid(f"The policy needs a secret this server cannot grant: {error.message}.")
         case wire.RemoteError(code=wire.Code.FULL | wire.Code.DISK):
             return busy(f"No room for another sandbox: {error.message}.")
+        case wire.RemoteError() if (refused := volumes.refusal(error)) is not None:
+            return refused
         case wire.RemoteError():
             _log.warning("creation failed: %s: %s", error.code, error.message)
             return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"Sandbox could not be started: {explained(error)}.")

@@ -17,7 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtimes.engine import seccomp
-from runtimes.engine.docker import CAPABILITIES, ISOLATION_CAPABILITIES, Bind, ContainerPlan, container_name
+from runtimes.engine.docker import (
+    CAPABILITIES,
+    ISOLATION_CAPABILITIES,
+    Bind,
+    ContainerPlan,
+    VolumeBind,
+    container_name,
+)
 from runtimes.engine.java_store import java_store
 from runtimes.engine.profile import PROFILES
 from runtimes.engine.trust import CA_BUNDLE, CA_VARIABLES
@@ -106,7 +113,9 @@ def process_limits(spec: Launch) -> tuple[int, int | None]:
     return spec.pids, None
 
 
-def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> ContainerPlan:
+def plan_container(
+    spec: Launch, image: str, files: Path, execd: Path, volumes: Sequence[VolumeBind] = ()
+) -> ContainerPlan:
     """Return the container of `spec`. `image` is the id that was inspected, `files` the result of `write_files`."""
     pids, processes = process_limits(spec)
     return ContainerPlan(
@@ -118,6 +127,7 @@ def plan_container(spec: Launch, image: str, files: Path, execd: Path) -> Contai
         env=environment(spec.sandbox, spec.env),
         hostname=spec.sandbox,
         binds=(Bind(execd, EXECD), *(Bind(files / name, destination) for destination, name in _MOUNTED.items())),
+        volumes=tuple(volumes),
         seccomp=seccomp.profile_json(),
         capabilities=ISOLATION_CAPABILITIES if spec.isolation else CAPABILITIES,
         cpu_nanos=spec.cpu_nanos,

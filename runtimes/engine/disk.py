@@ -54,12 +54,17 @@ class DiskError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
-    """A loop device of hostd: its name below /sys/block, its number as in mountinfo, and its sandbox."""
+class LoopDevice:
+    """A loop device: its name below /sys/block, its number as in mountinfo, and the file that it holds."""
 
     name: str
     number: str
-    sandbox: str
+    file: Path
+
+    @property
+    def path(self) -> str:
+        """The device node."""
+        return f"/dev/{self.name}"
 
 
 class Disks:
@@ -80,12 +85,12 @@ class Disks:
         file, stage = self._directory / f"{sandbox}.img", self._stage(sandbox)
         with self._undone(sandbox), ExitStack() as temporary:  # the mount then holds device and file
             temporary.callback(file.unlink, missing_ok=True)
-            _allocate(file, size, sparse=self._sparse)
-            _run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
-            fd, device = _loop(file)
+            allocate(file, size, sparse=self._sparse)
+            run("mkfs.ext4", *_FLAGS, "-i", str(_BYTES_PER_INODE), str(file))
+            fd, device = attach_loop(file)
             temporary.callback(os.close, fd)
             stage.mkdir(mode=0o700)
-            _mount(device, stage)
+            mount_device(device, stage)
         return stage
 
     def attach(self, sandbox: str, layer: Path) -> int:
@@ -96,11 +101,11 @@ class Disks:
         """
         stage = self._stage(sandbox)
         with self._undone(sandbox):
-            (device,) = (f"/dev/{device.name}" for device in self._devices() if device.sandbox == sandbox)
-            _run("cp", "-a", "--", f"{layer}/.", str(stage))
+            (device,) = (device.path for device in self._devices() if device.file.stem == sandbox)
+            run("cp", "-a", "--", f"{layer}/.", str(stage))
             os.chmod(stage, stat.S_IMODE(layer.stat().st_mode))
-            _mount(device, layer)
-            _unmount(stage)
+            mount_device(device, layer)
+            unmount(stage)
             stage.rmdir()
             found = os.statvfs(layer)
             return found.f_bavail * found.f_frsize
@@ -125,18 +130,18 @@ class Disks:
 
     def number(self, sandbox: str) -> str | None:
         """Return the number of a sandbox's device (`7:2`); None if it has none."""
-        return next((device.number for device in self._devices() if device.sandbox == sandbox), None)
+        return next((device.number for device in self._devices() if device.file.stem == sandbox), None)
 
     def numbers(self, sandboxes: frozenset[str]) -> frozenset[str]:
         """Return the numbers of the devices of several sandboxes."""
-        return frozenset(device.number for device in self._devices() if device.sandbox in sandboxes)
+        return frozenset(device.number for device in self._devices() if device.file.stem in sandboxes)
 
     def detach(self, sandbox: str) -> tuple[str, ...]:
         """Unmount a sandbox's disk at all mount points; return what is left. Its container must be removed before."""
         deadline = time.monotonic() + _FREE_SECONDS
-        while left := [device for device in self._devices() if device.sandbox == sandbox]:
-            for point in _mounted({device.number for device in left}):
-                _unmount(point)
+        while left := [device for device in self._devices() if device.file.stem == sandbox]:
+            for point in mount_points({device.number for device in left}):
+                unmount(point)
             with suppress(OSError):
                 self._stage(sandbox).rmdir()  # this also removes the copies of the mount in other namespaces
             if time.monotonic() > deadline:
@@ -145,22 +150,27 @@ class Disks:
         (self._directory / f"{sandbox}.img").unlink(missing_ok=True)
         with suppress(OSError):
             self._stage(sandbox).rmdir()  # without a device
-        return tuple(f"disk /dev/{device.name} of {sandbox}" for device in left)
+        return tuple(f"disk {device.path} of {sandbox}" for device in left)
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:
         """Detach every disk except those of `keep`; return what is left."""
-        names = {device.sandbox for device in self._devices()}
+        names = {device.file.stem for device in self._devices()}
         if self._directory.is_dir():
             names |= {path.stem for path in self._directory.iterdir()}
         return tuple(item for name in sorted(names - keep) for item in self.detach(name))
 
-    def _devices(self) -> Iterator[_Device]:
-        for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
-            with suppress(OSError):  # freed during this loop
-                file = Path(entry.read_text().rstrip("\n").removesuffix(" (deleted)"))
-                if file.parent == self._directory.resolve():
-                    number = (entry.parent.parent / "dev").read_text().strip()
-                    yield _Device(entry.parent.parent.name, number, file.stem)
+    def _devices(self) -> Iterator[LoopDevice]:
+        place = self._directory.resolve()
+        return (device for device in loop_devices() if device.file.parent == place)
+
+
+def loop_devices() -> Iterator[LoopDevice]:
+    """Yield every loop device of this host that holds a file."""
+    for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with suppress(OSError):  # freed during this loop
+            file = Path(entry.read_text().rstrip("\n").removesuffix(" (deleted)"))
+            number = (entry.parent.parent / "dev").read_text().strip()
+            yield LoopDevice(entry.parent.parent.name, number, file)
 
 
 def probe(directory: Path) -> str:
@@ -177,7 +187,7 @@ def probe(directory: Path) -> str:
         if not 0 < held <= SMALLEST:
             raise DiskError("a disk is not of its size")
     finally:
-        _unmount(layer)
+        unmount(layer)
         shutil.rmtree(layer, ignore_errors=True)
         left = disks.detach("probe")
     if left:
@@ -185,7 +195,8 @@ def probe(directory: Path) -> str:
     return "a disk of its own can be made and unmade"
 
 
-def _allocate(file: Path, size: int, *, sparse: bool) -> None:
+def allocate(file: Path, size: int, *, sparse: bool = False) -> None:
+    """Make a new file of `size` bytes, with all of its space on the host's disk unless it is `sparse`."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if sparse:
@@ -196,19 +207,24 @@ def _allocate(file: Path, size: int, *, sparse: bool) -> None:
         os.close(fd)
 
 
-def _run(*command: str) -> None:
+def run(*command: str, accepted: int = 0) -> None:
+    """Run a program. `accepted` is the highest exit status that is no failure.
+
+    Raises:
+        DiskError: it failed.
+    """
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise DiskError(f"{command[0]} is missing") from None
     except subprocess.TimeoutExpired:
         raise DiskError(f"{command[0]} does not end within {_SECONDS:.0f} s") from None
-    if done.returncode != 0:
+    if not 0 <= done.returncode <= accepted:
         said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
         raise DiskError(f"{command[0]} fails: {said[:200]}")
 
 
-def _loop(file: Path) -> tuple[int, str]:
+def attach_loop(file: Path) -> tuple[int, str]:
     """Attach `file` to a free loop device; return a descriptor that keeps it, and the device's path."""
     with open("/dev/loop-control", "rb+", buffering=0) as control, open(file, "rb+", buffering=0) as backing:
         for _ in range(_ATTEMPTS):
@@ -235,17 +251,19 @@ def _configure(fd: int, backing: int, file: Path) -> None:
     fcntl.ioctl(fd, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*fields))
 
 
-def _mount(device: str, point: Path) -> None:
+def mount_device(device: str, point: Path) -> None:
+    """Mount an ext4 file system, without devices and set-user-id bits."""
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOATIME)
     if _libc.mount(device.encode(), os.fsencode(point), b"ext4", flags, _OPTIONS.encode()) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(point))
 
 
-def _unmount(point: Path) -> None:
+def unmount(point: Path) -> None:
+    """Unmount what was mounted last at `point`, if something is."""
     _libc.umount2(os.fsencode(point), _MNT_DETACH)
 
 
-def _mounted(numbers: set[str]) -> tuple[Path, ...]:
+def mount_points(numbers: set[str]) -> tuple[Path, ...]:
     """Return the mount points of devices with these numbers, in hostd's mount namespace."""
     lines = (line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
     return tuple(Path(fields[4].encode().decode("unicode_escape")) for fields in lines if fields[2] in numbers)

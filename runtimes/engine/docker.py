@@ -3,7 +3,7 @@
 - Its blocking calls run in a pool of a few threads; each has a time limit. `image`, with which a launch begins, waits
   for a Docker that is being restarted.
 - A container gets no network, only the capabilities of a fixed list, no way to gain privileges, limits, no restarts,
-  and only binds of Sallyport. From the image it takes only user, work directory and environment.
+  and only binds of Sallyport and its volumes. From the image it takes only user, work directory and environment.
 - An image is refused if Docker could not read its user files (`/etc/passwd`, `/etc/group`) to their end, because then
   Docker would hold the container's lock for ever. If Docker delays an answer for another reason, only the callers for
   that container wait, for some seconds.
@@ -106,6 +106,15 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class VolumeBind:
+    """A mounted volume of the sandbox, by the place of the mount on the host."""
+
+    source: str
+    destination: str
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ContainerPlan:
     """A container to create. `command[0]` is the program, an absolute path inside."""
 
@@ -117,6 +126,7 @@ class ContainerPlan:
     env: Mapping[str, str]
     hostname: str
     binds: Sequence[Bind]
+    volumes: Sequence[VolumeBind]
     seccomp: str
     capabilities: Sequence[str]
     cpu_nanos: int
@@ -128,7 +138,7 @@ class ContainerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A bind of a container: one of Sallyport, or an anonymous volume of its image."""
+    """A bind of a container: one of Sallyport, a volume of the sandbox, or an anonymous volume of its image."""
 
     source: str
     destination: str
@@ -338,6 +348,16 @@ class Docker:
         host = self._api.create_host_config(
             network_mode="none",
             binds=[f"{bind.source}:{bind.destination}:ro" for bind in plan.binds],
+            mounts=[
+                {
+                    "Type": "bind",
+                    "Source": volume.source,
+                    "Target": volume.destination,
+                    "ReadOnly": volume.read_only,
+                    "BindOptions": {"Propagation": "rprivate"},
+                }
+                for volume in plan.volumes
+            ],
             cap_drop=["ALL"],
             cap_add=list(plan.capabilities),
             security_opt=["no-new-privileges:true", f"seccomp={plan.seccomp}"],

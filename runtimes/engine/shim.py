@@ -18,6 +18,7 @@ calls it for the subcommands in `CHECKED`.
   It then also has CAP_SETPCAP: execd needs it to remove both from the bounding set of the processes that it starts.
 - If the plan limits what the sandbox can write, the root file system must not be larger. The volumes of its image are
   other directories without a limit, so they are not mounted: the root file system has their content, too.
+- Each volume of the sandbox must be in the bundle, from the planned mount, whose root is the planned inode.
 - Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
 - `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container,
@@ -248,8 +249,18 @@ def check_devices(linux: dict[str, Any]) -> None:
             raise LaunchRefused("a device is allowed")
 
 
-def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any]) -> None:
-    """Refuse bind mounts that hostd did not plan. `binds` maps destinations to [source, read-only]."""
+def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any], volumes: dict[str, Any]) -> None:
+    """Refuse bind mounts that hostd did not plan, and a bundle without a planned volume.
+
+    `binds` maps destinations to [source, read-only], `volumes` to [source, read-only, device, inode].
+    """
+    bound = {mount.get("destination"): mount.get("source") for mount in mounts}
+    for place, (source, _, device, inode) in volumes.items():
+        if bound.get(place) != source:
+            raise LaunchRefused(f"the volume on {place} is missing")
+        found = os.stat(source, follow_symlinks=False)
+        if (found.st_dev, found.st_ino) != (device, inode):
+            raise LaunchRefused(f"the volume on {place} is not what was checked")
     for mount in mounts:
         kind, options = mount.get("type"), mount.get("options") or []
         if kind in ("proc", "tmpfs", "devpts", "mqueue"):
@@ -257,7 +268,7 @@ def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any]) -> None:
         if kind in ("sysfs", "cgroup") and "ro" in options:
             continue
         destination = mount.get("destination")
-        planned = binds.get(str(destination))
+        planned = volumes.get(str(destination)) or binds.get(str(destination))
         if planned is None or planned[0] != mount.get("source"):
             raise LaunchRefused(f"mount on {destination} is not planned")
         if planned[1] and "ro" not in options:
@@ -279,7 +290,7 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
     if profile.seccomp or linux.get("seccomp"):
         check_seccomp(linux.get("seccomp"))
     check_devices(linux)
-    check_mounts(config.get("mounts") or [], plan["binds"])
+    check_mounts(config.get("mounts") or [], plan["binds"], plan["volumes"])
     if plan["room"] is not None:
         bound_writes(config, plan)
     if not linux.get("maskedPaths") or not linux.get("readonlyPaths"):
@@ -336,7 +347,7 @@ def prepare(kind: str, plans: str, rest: list[str]) -> int | None:
     harden(config, plan, kind)
     if PROFILES[kind].user_namespace:
         try:
-            user_namespace.prepare(config, plan["users"], (plan["netns"], plan["netns_inode"]))
+            user_namespace.prepare(config, plan["users"], (plan["netns"], plan["netns_inode"]), plan["volumes"])
         except OSError as error:
             raise LaunchRefused(f"no user namespace: {error.strerror or error} ({error.filename})") from None
         except ValueError as error:

@@ -31,6 +31,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing is slow to import, and this module is imported for each container
+    from collections.abc import Container
     from typing import Any
 
 RANGE = 65536
@@ -65,10 +66,11 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
     _checked(_libc.mount(*arguments), target)
 
 
-def prepare(config: dict[str, Any], base: int, network: tuple[str, int]) -> None:
+def prepare(config: dict[str, Any], base: int, network: tuple[str, int], volumes: Container[str] = ()) -> None:
     """Give the container of `config` the users `base` to `base + RANGE - 1` and a prepared network namespace.
 
-    This process enters that network namespace and a private mount namespace. `network` is (path, inode).
+    This process enters that network namespace and a private mount namespace. `network` is (path, inode). The mounts on
+    `volumes` are idmapped, as all writable ones are: the users of the sandbox have the same numbers on disk.
 
     Raises:
         OSError: the kernel or a file system cannot do it.
@@ -81,11 +83,11 @@ def prepare(config: dict[str, Any], base: int, network: tuple[str, int]) -> None
     _unshare_mounts()
     written, work = map(_opened, own)
     layers = [_idmapped(path, users) for path in lower]
-    volumes = {mount["destination"]: _idmapped(mount["source"], users) for mount in _writable(config)}
+    trees = {mount["destination"]: _idmapped(mount["source"], users) for mount in _owned(config, volumes)}
     _cover_dev(base)
     _bind(f"/proc/self/fd/{users}", _file("user"))
     _overlay(layers, written, work)
-    sources = {name: _put(tree, _directory(f"volume{index}")) for index, (name, tree) in enumerate(volumes.items())}
+    sources = {name: _put_volume(tree, f"volume{index}") for index, (name, tree) in enumerate(trees.items())}
     sysfs = _directory("sys")
     _mount("sysfs", sysfs, "sysfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     for fd in (users, written, work):
@@ -135,10 +137,12 @@ def take_limits(process: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, limit["type"]), (limit["soft"], limit["hard"]))
 
 
-def _writable(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bind mounts that are not read-only: volumes of the image."""
+def _owned(config: dict[str, Any], volumes: Container[str]) -> list[dict[str, Any]]:
+    """Return the bind mounts whose owners are users of the sandbox: volumes, those of the image too."""
     return [
-        mount for mount in config["mounts"] if mount.get("type") == "bind" and "ro" not in (mount.get("options") or [])
+        mount
+        for mount in config["mounts"]
+        if mount.get("type") == "bind" and (mount["destination"] in volumes or "ro" not in (mount.get("options") or []))
     ]
 
 
@@ -280,6 +284,11 @@ def _put(tree: int, place: str) -> str:
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, place.encode(), _FROM_EMPTY_PATH), place)
     os.close(tree)
     return place
+
+
+def _put_volume(tree: int, name: str) -> str:
+    """Mount a detached mount of a directory or a file in the shelf; return its place."""
+    return _put(tree, _directory(name) if stat.S_ISDIR(os.fstat(tree).st_mode) else _file(name))
 
 
 def _unshare_mounts() -> None:

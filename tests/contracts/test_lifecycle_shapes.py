@@ -131,7 +131,8 @@ async def test_a_request_id_is_made_when_none_is_sent(server: World) -> None:
         ({"extensions": {"sallyport.runtime": "kata"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"extensions": {"sallyport.policy": "nobody"}}, 400, "SANDBOX::INVALID_PARAMETER"),
         ({"extensions": {"sallyport.other": "x"}}, 400, "SANDBOX::INVALID_PARAMETER"),
-        ({"volumes": [{"name": "x"}]}, 400, "VOLUME::UNSUPPORTED_BACKEND"),
+        ({"volumes": [{"name": "x"}]}, 422, "SANDBOX::INVALID_PARAMETER"),
+        ({"volumes": [{"name": "x", "mountPath": "/x"}]}, 400, "VOLUME::INVALID_BACKEND"),
     ],
 )
 async def test_what_cannot_be_made_is_refused(server: World, change: dict[str, Any], status: int, code: str) -> None:

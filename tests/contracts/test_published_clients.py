@@ -511,7 +511,7 @@ def test_the_npm_sdk(
             "snapshot": [501, "SNAPSHOT::NOT_IMPLEMENTED"],
             "snapshots": [501, "SNAPSHOT::NOT_IMPLEMENTED"],
             "image": [400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED"],
-            "volume": [400, "VOLUME::UNSUPPORTED_BACKEND"],
+            "volume": [400, "VOLUME::HOST_PATH_NOT_ALLOWED"],
             "key": [401, "INVALID_API_KEY"],
         },
         "killed": [False, [404, "DOCKER::SANDBOX_NOT_FOUND"]],

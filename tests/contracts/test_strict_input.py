@@ -56,6 +56,26 @@ HOOKS = {
     "preStart": {"command": ["x"], "timeoutSeconds": 5},
     "periodic": [{"name": "n", "schedule": "@hourly", "command": ["x"], "timeoutSeconds": 5}],
 }
+PVC = {
+    "claimName": "c",
+    "createIfNotExists": False,
+    "deleteOnSandboxTermination": True,
+    "storageClass": "s",
+    "storage": "1Gi",
+    "accessModes": ["ReadWriteOnce"],
+}
+VOLUMES: list[dict[str, Any]] = [
+    {"name": "v", "mountPath": "/v", "readOnly": True, "subPath": "s", "host": {"path": "/v"}},
+    {"name": "w", "mountPath": "/w", "pvc": PVC},
+]
+OSSFS = {
+    "bucket": "abc",
+    "endpoint": "e.example.org",
+    "version": "2.0",
+    "options": ["o"],
+    "accessKeyId": "i",
+    "accessKeySecret": SECRET,
+}
 CREATE: dict[str, Any] = {
     "image": {"uri": IMAGE, "auth": {"username": "u", "password": "p"}},
     "entrypoint": ["sleep", "1"],
@@ -69,13 +89,13 @@ CREATE: dict[str, Any] = {
     "secureAccess": True,
     "platform": {"os": "linux", "arch": "amd64"},
     "lifecycle": HOOKS,
+    "volumes": VOLUMES,
     "extensions": {"sallyport.policy": "agents", "access.renew.extend.seconds": "300"},
 }
 OPEN_DEFAULT: dict[str, Any] = {
     **{key: CREATE[key] for key in ("image", "entrypoint", "resourceLimits")},
     "networkPolicy": {"defaultAction": "allow", "egress": RULES[:1]},
 }
-VOLUME = {"name": "v", "mountPath": "/v", "readOnly": True, "subPath": "s", "host": {"path": "/v"}}
 OPERATOR = """
 version: 1
 default: base
@@ -127,7 +147,7 @@ LIFECYCLE: dict[Route, list[Any]] = {
     ],
 }
 """Valid bodies. A separate test checks that no route is missing."""
-REFUSED: list[dict[str, Any]] = [{**CREATE, "volumes": [VOLUME]}]
+REFUSED: list[dict[str, Any]] = [{**CREATE, "volumes": [{"name": "o", "mountPath": "/o", "ossfs": OSSFS}]}]
 """Known fields that are not offered: these bodies are refused, and so is each mutation of them."""
 POLICY: dict[Route, list[Any]] = {
     ("PUT", "/policy"): LIFECYCLE["PUT", "/sandboxes/{sandbox}/networkpolicy"],
@@ -266,7 +286,7 @@ async def test_what_is_not_read_is_refused_or_opens_nothing(ruled: World, route:
 
 
 @WHOLE
-@pytest.mark.parametrize("body", REFUSED, ids=["volumes"])
+@pytest.mark.parametrize("body", REFUSED, ids=["ossfs"])
 async def test_what_is_not_offered_stays_refused(ruled: World, body: dict[str, Any], whole: bool) -> None:
     """A field of the contract without an effect here is refused by name, and so is any error in it."""
     async with ruled.client() as client:

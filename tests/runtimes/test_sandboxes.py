@@ -17,6 +17,7 @@ from runtimes.rings import Rings
 from runtimes.sandbox import HostSandbox
 from runtimes.sandboxes import Sandboxes
 from runtimes.spec import HostConfig
+from runtimes.volumes import make_volumes
 from tests.runtimes.test_spec import host_config, launch_of
 from wire.api.compiler import Compile, CompiledText
 
@@ -72,9 +73,8 @@ def _sandboxes(place: Path, bound: int, daemons: Any, docker: Any) -> Sandboxes:
         RecordStore(place / "records"),
         Rings(place / "rings"),
     )
-    return Sandboxes(
-        config, operator, docker, docker, daemons, docker, groups, Pausing(Freezer(""), docker), records, rings
-    )
+    pausing, volumes = Pausing(Freezer(""), docker), make_volumes(config)
+    return Sandboxes(config, operator, docker, docker, daemons, docker, groups, pausing, records, rings, volumes)
 
 
 @pytest.mark.parametrize("bound", [1, 3, 6])

@@ -27,6 +27,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "netns": "/proc/self/ns/net",
         "netns_inode": os.stat("/proc/self/ns/net").st_ino,
         "binds": {"/etc/hosts": ["/run/hosts", True]},
+        "volumes": {},
         "room": None,
         "isolation": False,
         "users": 1879048192,
@@ -473,6 +474,48 @@ def test_a_volume_of_the_image_is_not_mounted_beside_a_bounded_root(tmp_path: Pa
     binds = plan()["binds"] | {"/data": ["/volumes/1", False]}
     harden(config, plan(room=held(str(tmp_path)) * 2, binds=binds), "runc")
     assert ["/proc", "/sys", "/etc/hosts"] == [mount["destination"] for mount in config["mounts"]]
+
+
+def volume(place: Path, *, read_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the mount of a volume in a bundle, and its part of the plan."""
+    status = place.stat()
+    options = ["rbind", "rprivate", *(["ro"] if read_only else [])]
+    mount = {"destination": "/data", "type": "bind", "source": str(place), "options": options}
+    return mount, {"/data": [str(place), read_only, status.st_dev, status.st_ino]}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_planned_volume_is_mounted_also_beside_a_bounded_root(tmp_path: Path, read_only: bool) -> None:
+    config = bundle() | {"root": {"path": str(tmp_path)}}
+    mount, volumes = volume(tmp_path, read_only=read_only)
+    config["mounts"].append(mount)
+    harden(config, plan(room=held(str(tmp_path)) * 2, volumes=volumes), "runc")
+    assert "/data" == config["mounts"][-1]["destination"]
+    assert ["nosuid", "nodev"] == config["mounts"][-1]["options"][-2:]
+
+
+def test_a_volume_that_is_not_as_planned_is_refused(tmp_path: Path) -> None:
+    """It is missing, has another source, can be written, propagates, or another directory is at its source."""
+    mount, volumes = volume(tmp_path, read_only=True)
+    config = bundle()
+    config["mounts"].append(mount)
+    harden(copy.deepcopy(config), plan(volumes=volumes), "runc")
+    with pytest.raises(LaunchRefused, match="is missing"):
+        harden(bundle(), plan(volumes=volumes), "runc")
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"source": "/etc"}, "is missing"),
+        ({"options": ["rbind"]}, "not read-only"),
+        ({"options": ["rbind", "ro", "rshared"]}, "propagates"),
+    )
+    for change, said in wrong:
+        config["mounts"][-1] = mount | change
+        with pytest.raises(LaunchRefused, match=said):
+            harden(copy.deepcopy(config), plan(volumes=volumes), "runc")
+    config["mounts"][-1] = mount
+    tmp_path.rename(tmp_path.with_name("former"))
+    tmp_path.mkdir()
+    with pytest.raises(LaunchRefused, match="not what was checked"):
+        harden(config, plan(volumes=volumes), "runc")
 
 
 def test_runsc_gets_the_size_of_its_overlay() -> None:

@@ -29,7 +29,16 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "ca_root": "pem",
         "execd_token_sha256": "0" * 64,
         "selection": '{"policy_name": null, "network_policy": null, "bindings": []}',
+        "volumes": [],
     } | changes
+
+
+NAMED = {"name": "a", "create": True, "delete": False, "size_bytes": None}
+
+
+def volume(**changes: Any) -> dict[str, Any]:
+    plain = {"target": "/v", "sub_path": "", "read_only": False, "host": {"path": "/srv"}, "named": None}
+    return plain | changes
 
 
 def launch_of(**changes: Any) -> Launch:
@@ -77,6 +86,7 @@ def host_config(**changes: Any) -> dict[str, Any]:
             "sandboxes": 2,
         },
         "launch_concurrency": 4,
+        "volumes": {"allowed_host_paths": [], "default_bytes": 1 << 30, "max_bytes": 1 << 34, "max_count": 4},
         "processes": processes,
         "uids": UIDS.model_dump(),
         "listen": None,
@@ -145,6 +155,22 @@ def test_a_complete_message_is_taken() -> None:
         {"ca_root": "a" * (64 * 1024 + 1)},
         {"privileged": True},
         {"binds": ["/:/host"]},
+        {"volumes": None},
+        {"volumes": ["/:/host"]},
+        {"volumes": [volume(target=f"/v{number}") for number in range(33)]},
+        {"volumes": [volume(), volume()]},
+        {"volumes": [volume(host=None)]},
+        {"volumes": [volume(named=NAMED)]},
+        {"volumes": [volume(more=1)]},
+        *(
+            {"volumes": [volume(target=place)]}
+            for place in ("", "v", "/", "/v/", "//v", "/a/../v", "/v\0", "/" + "v" * 256)
+        ),
+        *({"volumes": [volume(target=place)]} for place in ("/etc", "/proc/1", "/dev/shm", "/opt/opensandbox/execd")),
+        *({"volumes": [volume(sub_path=path)]} for path in ("/a", "..", "a/../../b", "a//b", "a/.", "a\0")),
+        *({"volumes": [volume(host={"path": path})]} for path in ("", "srv", "/srv/", "/srv/../etc", "/srv\0")),
+        *({"volumes": [volume(host=None, named=NAMED | {"name": name})]} for name in ("", "A", "../a", "a" * 254)),
+        *({"volumes": [volume(host=None, named=NAMED | {"size_bytes": size})]} for size in (0, 1, 2**50 + 1)),
     ],
 )
 def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
@@ -158,6 +184,11 @@ def test_nothing_has_a_default(missing: str) -> None:
     del message[missing]
     with pytest.raises(codec.CodecError, match=re.escape(missing)):
         codec.decode(Launch, message)
+
+
+def test_volumes_within_their_bounds_are_taken() -> None:
+    given = [volume(), volume(target="/w", sub_path="a/b", host=None, named=NAMED | {"size_bytes": SMALLEST})]
+    assert ["/v", "/w"] == [mount.target for mount in launch_of(volumes=given).volumes]
 
 
 def test_a_refusal_does_not_repeat_what_was_sent() -> None:

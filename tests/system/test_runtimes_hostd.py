@@ -124,6 +124,7 @@ class Hostd:
                 "sandboxes": 8,
             },
             "launch_concurrency": 4,
+            "volumes": {"allowed_host_paths": [], "default_bytes": 1 << 30, "max_bytes": 1 << 34, "max_count": 4},
             "processes": processes,
             "uids": UIDS.model_dump(),
             "listen": None,

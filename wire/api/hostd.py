@@ -4,6 +4,7 @@ The types bound what needs no knowledge of the host: counts, lengths and forms. 
 depends on Docker and on the runtimes, and `runtimes.operator` what the operator allows.
 """
 
+import re
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,6 +35,11 @@ MOST_KEPT: Final = 32 * 1024
 _MOST_PATH: Final = 4096
 _MOST_NAME: Final = 256
 _MOST_NAMES: Final = 32
+MOST_VOLUMES: Final = 32
+MOST_PATH: Final = 4095
+_MOST_PARTS: Final = 64
+_MOST_PART: Final = 255
+_VOLUME_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[-a-z0-9]*[a-z0-9])?", re.ASCII)
 
 
 class Runtime(StrEnum):
@@ -226,6 +232,88 @@ class RemoveImage(Request[RemovedImage]):
     name: str
 
 
+def path_parts(text: str) -> tuple[str, ...]:
+    """Return the names of a path, without empty ones and `.`.
+
+    Raises:
+        ValueError: it has `..` or a NUL, or is too long.
+    """
+    parts = tuple(part for part in text.split("/") if part not in ("", "."))
+    if ".." in parts:
+        raise ValueError("a path has ..")
+    if "\0" in text or len(text.encode("utf-8", "surrogatepass")) > MOST_PATH:
+        raise ValueError("a path has a NUL or is too long")
+    if len(parts) > _MOST_PARTS or any(len(part.encode("utf-8", "surrogatepass")) > _MOST_PART for part in parts):
+        raise ValueError("a path has too many names, or one that is too long")
+    return parts
+
+
+def check_volume_name(text: str) -> None:
+    """Check the name of a named volume.
+
+    Raises:
+        ValueError: the text is no name of a volume.
+    """
+    if not _VOLUME_NAME.fullmatch(text):
+        raise ValueError("not a name of a volume")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPath:
+    """A directory or a plain file of the host. hostd makes a missing directory, and decides which paths are allowed."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if self.path != "/" + "/".join(path_parts(self.path)):
+            raise ValueError("a path of the host is absolute and normalised")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedVolume:
+    """A volume of this host, by its name.
+
+    Attributes:
+        create: make it if there is none.
+        delete: remove it with the sandbox, if this launch makes it.
+        size_bytes: its size if this launch makes it; None is the operator's default.
+    """
+
+    name: str
+    create: bool
+    delete: bool
+    size_bytes: int | None
+
+    def __post_init__(self) -> None:
+        check_volume_name(self.name)
+        if self.size_bytes is not None:
+            _within(self.size_bytes, 1, _MOST_DISK, "size_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeMount:
+    """A volume of a sandbox: exactly one of `host` and `named`, or a part of it.
+
+    Attributes:
+        target: the place inside, absolute and normalised.
+        sub_path: what of the volume is mounted, relative; empty for all. hostd makes a missing directory.
+    """
+
+    target: str
+    sub_path: str
+    read_only: bool
+    host: HostPath | None
+    named: NamedVolume | None
+
+    def __post_init__(self) -> None:
+        if self.target != "/" + "/".join(path_parts(self.target)):
+            raise ValueError("a target is absolute and normalised")
+        if self.sub_path != "/".join(path_parts(self.sub_path)):
+            raise ValueError("a sub_path is relative and normalised")
+        if (self.host is None) is (self.named is None):
+            raise ValueError("a volume is either a path of the host or a named volume")
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyInForce:
     """The digest of the policy that the sandbox's worker has confirmed."""
@@ -240,7 +328,7 @@ class PolicyInForce:
 class Launch(Request[PolicyInForce]):
     """Launch a sandbox. After a refusal, no part of it is left.
 
-    It cannot name mounts, capabilities, devices or namespaces.
+    It cannot name capabilities, devices or namespaces, and no mounts but its volumes.
 
     Attributes:
         image: a name of an image of this host.
@@ -254,6 +342,7 @@ class Launch(Request[PolicyInForce]):
         ca_root: PEM that the sandbox's programs trust beside the operator's roots. No worker trusts it.
         execd_token_sha256: of the token that execd accepts, in hexadecimal.
         selection: which policy the sandbox has, as a JSON text. Only the compiler reads it.
+        volumes: what is mounted into the sandbox besides its root file system.
     """
 
     sandbox: str
@@ -270,6 +359,7 @@ class Launch(Request[PolicyInForce]):
     ca_root: str = field(repr=False)
     execd_token_sha256: str
     selection: str = field(repr=False)
+    volumes: tuple[VolumeMount, ...] = ()
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
@@ -288,6 +378,9 @@ class Launch(Request[PolicyInForce]):
             raise ValueError("a variable's value is too long or has a NUL")
         if sum(len(name) + len(text) for name, text in self.env.items()) > _MOST_ENVIRONMENT:
             raise ValueError("the environment is too large")
+        _bounded(self.volumes, 0, MOST_VOLUMES, "volumes")
+        if len({volume.target for volume in self.volumes}) != len(self.volumes):
+            raise ValueError("two volumes have the same target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +563,48 @@ class ReadOutput(Request[Printed]):
             _within(self.since, 0, _MOST_SECONDS, "since")
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeState:
+    """A named volume.
+
+    Attributes:
+        size_bytes: of its file on the host's disk.
+        sandboxes: how many sandboxes use it now.
+        made_by: the sandbox whose create call made it; empty if its record cannot be read.
+        made_at: seconds since the epoch.
+        deleted_with: whether it is removed with the sandbox that made it.
+    """
+
+    name: str
+    size_bytes: int
+    sandboxes: int
+    made_by: str
+    made_at: int
+    deleted_with: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VolumesListed:
+    """Every named volume of this host."""
+
+    volumes: tuple[VolumeState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListVolumes(Request[VolumesListed]):
+    """Ask for the named volumes. Only root may."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveVolume(Request[Done]):
+    """Remove a named volume and its content. Only root may. One that a sandbox uses is refused (`busy`)."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_volume_name(self.name)
+
+
 def _unfit(text: str) -> bool:
     return "\0" in text or len(text) > MOST_TEXT
 
@@ -488,5 +623,6 @@ IMAGE_REQUESTS: Final = (AddImage, AliasImage, ListImages, ShowImage, RemoveImag
 """What only root may ask."""
 OPERATIONS: Final = Operations(
     *(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput),
+    *(ListVolumes, RemoveVolume),
     *IMAGE_REQUESTS,
 )

@@ -202,6 +202,7 @@ class Taken:
             "ca_root": root,
             "execd_token_sha256": "0" * 64,
             "selection": {"policy_name": "agents", "network_policy": None, "bindings": []},
+            "volumes": [],
         }
 
     def remove(self, sandbox: str) -> None:
@@ -317,6 +318,36 @@ def test_a_new_policy_that_brings_a_worker_s_configuration_changes_nothing(taken
     assert ["invalid"] * len(attempts) == [code.get("error", {}).get("code") for code in codes]
     assert before == taken.stack.inspect(answer.sandbox).policy
     taken.remove(answer.sandbox)
+
+
+def test_a_launch_mounts_nothing_of_the_host_that_the_operator_did_not_allow(taken: Taken, runtime: str) -> None:
+    """The list of the operator is empty. A volume is no way around it, nor around the places of Sallyport's own files.
+
+    `serve` can neither list nor remove named volumes. The control launches with a named volume.
+    """
+    volume = {"target": "/mnt/v", "sub_path": "", "read_only": False, "host": None, "named": None}
+    own = {"name": "control", "create": True, "delete": True, "size_bytes": 64 << 20}
+    stack = taken.stack
+    paths = ("/", "/etc", "/proc/1/root", stack.run, stack.run / "docker.sock", stack.state, stack.state / "vault")
+    attempts: list[dict[str, Any]] = [
+        *({"host": {"path": str(path)}} for path in paths),
+        *({"host": {"path": path}} for path in ("../etc", "/etc/../etc", "/etc/")),
+        *({"named": own, "sub_path": path} for path in ("..", "../../../etc", "/etc")),
+        *({"named": own | {"name": name}} for name in ("../vault", "..", "", "/etc", "a/b")),
+        *({"named": own, "target": place} for place in ("/opt/opensandbox/execd", "/proc", "/etc", "/../x")),
+        {"named": own, "host": {"path": "/etc"}},
+        {"named": own, "source": "/etc"},
+    ]
+    codes = [taken.launch(runtime, "true", volumes=[volume | attempt]).refused for attempt in attempts]
+    assert ["path_forbidden"] * len(paths) + ["invalid"] * (len(attempts) - len(paths)) == codes
+    for op, parameters_ in (("list_volumes", {}), ("remove_volume", {"name": "control"})):
+        assert "forbidden" == taken.ask("hostd.sock", op, **parameters_)["error"]["code"]
+    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{stack.run}/volumes/" in line]
+    assert [] == mounts
+    answer = taken.launch(runtime, "true", volumes=[volume | {"named": own}])
+    assert None is answer.refused
+    taken.remove(answer.sandbox)
+    assert [] == list((stack.state / "hostd" / "volumes").iterdir())
 
 
 def test_what_is_the_operator_s_is_refused_wherever_a_launch_has_it(taken: Taken, runtime: str) -> None:
