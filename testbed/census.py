@@ -86,8 +86,10 @@ def take(stack: Stack) -> Census:
         files=tuple(
             sorted(
                 _unnumbered(str(path))
-                for place in _places(run, state)
-                for path in place.rglob("*")
+                for path in (
+                    *(path for place in _places(run, state) for path in place.rglob("*")),
+                    *(run / "volumes").glob("*/*"),  # not the files in them
+                )
                 if path.name != ".index"  # there is one in a sealed directory, from its first record on
             )
         ),

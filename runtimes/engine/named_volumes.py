@@ -178,6 +178,9 @@ class NamedVolumes:
             )
         if len(self._names()) >= self._limits.most:
             raise wire.RequestError(wire.Code.FULL, f"there are {self._limits.most} volumes, the most on this host")
+        found = os.statvfs(self._store)
+        if size > found.f_bavail * found.f_frsize:  # an attempt would fill the disk for a moment
+            raise wire.RequestError(wire.Code.DISK, f"the host has no room for volume {volume.name}")
         directory = self._store / f"{_NEW}{secrets.token_hex(8)}"
         directory.mkdir(mode=0o700)
         try:

@@ -74,7 +74,8 @@ def prepare(config: dict[str, Any], base: int, network: tuple[str, int], volumes
 
     Raises:
         OSError: the kernel or a file system cannot do it.
-        ValueError: the root file system is not an overlay, or not that of a new container.
+        ValueError: the root file system is not an overlay, or not that of a new container; or the file system of a
+            volume has no idmapped mounts.
     """
     users = _user_namespace(base)
     _enter_network(*network)
@@ -83,7 +84,7 @@ def prepare(config: dict[str, Any], base: int, network: tuple[str, int], volumes
     _unshare_mounts()
     written, work = map(_opened, own)
     layers = [_idmapped(path, users) for path in lower]
-    trees = {mount["destination"]: _idmapped(mount["source"], users) for mount in _owned(config, volumes)}
+    trees = {mount["destination"]: _idmapped_volume(mount, users) for mount in _owned(config, volumes)}
     _cover_dev(base)
     _bind(f"/proc/self/fd/{users}", _file("user"))
     _overlay(layers, written, work)
@@ -277,6 +278,13 @@ def _idmapped(path: str, users: int) -> int:
     attributes = struct.pack("4Q", _ATTR_IDMAP, 0, 0, users)
     _checked(_libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, len(attributes)), path)
     return tree
+
+
+def _idmapped_volume(mount: dict[str, Any], users: int) -> int:
+    try:
+        return _idmapped(mount["source"], users)
+    except OSError as error:
+        raise ValueError(f"the volume on {mount['destination']} cannot be idmapped: {error.strerror}") from None
 
 
 def _put(tree: int, place: str) -> str:

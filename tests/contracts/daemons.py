@@ -113,6 +113,9 @@ HOSTD = (
     _ask("a policy for an unknown sandbox", hostd.Configure(OTHER, "{}", False), "unknown_sandbox"),
     _ask("the pause of an unknown sandbox", hostd.Pause(OTHER), "unknown_sandbox"),
     _ask("the resume of an unknown sandbox", hostd.Resume(OTHER), "unknown_sandbox"),
+    _ask("the volumes", hostd.ListVolumes(), {"volumes"}),
+    _ask("the removal of an unknown volume", hostd.RemoveVolume("none"), "unknown_volume"),
+    _step("the removal of a path as a volume", "remove_volume", "invalid", name="../none"),
     _step("a launch of nothing", "launch", "invalid"),
 )
 

@@ -157,6 +157,13 @@ def test_osb_makes_and_removes_what_a_request_file_says(osb: Osb) -> None:
         "resourceLimits": {"cpu": "500m", "memory": "256Mi"},
         "networkPolicy": {"defaultAction": "deny"},
         "secureAccess": True,
+        "volumes": [
+            {
+                "name": "v",
+                "mountPath": "/mnt/osb",
+                "pvc": {"claimName": "by-osb", "storage": "64Mi", "deleteOnSandboxTermination": True},
+            }
+        ],
         "extensions": {"sallyport.runtime": "runsc"},
     }
     file = osb.place / "request.json"
@@ -165,9 +172,11 @@ def test_osb_makes_and_removes_what_a_request_file_says(osb: Osb) -> None:
     made = osb.json("sandbox create", "--file", str(file))
     shown = osb.json("sandbox get", made["id"])
     said = osb.told("command", "run", made["id"], "--", "printenv", "GREETING")
+    mounted = osb.told("command", "run", made["id"], "--", "mountpoint", "/mnt/osb")
     endpoint = osb.json("sandbox endpoint", made["id"], "--port", "8000")
     osb.told("sandbox", "kill", made["id"])
 
+    assert "/mnt/osb is a mountpoint\n" == mounted
     assert ("manual-cleanup", None) == (made["timeout"], shown["expires_at"])
     assert (["sleep", "infinity"], "filed\n") == (shown["entrypoint"], said)
     assert ["OpenSandbox-Secure-Access"] == list(endpoint["headers"])

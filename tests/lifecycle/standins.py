@@ -173,6 +173,10 @@ class StandInHostd(StandIn):
                 if sandbox not in self.sandboxes:
                     raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
                 return parameters(self._printed(sandbox, request.lines))
+            case hostd.ListVolumes():
+                return parameters(hostd.VolumesListed(()))
+            case hostd.RemoveVolume(name):
+                raise wire.RequestError(wire.Code.UNKNOWN_VOLUME, name)
             case hostd.List():
                 return parameters(hostd.Listed(tuple(self.sandboxes.values())))
             case _:

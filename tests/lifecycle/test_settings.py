@@ -53,6 +53,11 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[server]\nport = 0", "server.port"),
         ("[runtime]\ntype = 'kubernetes'", "runtime.type"),
         ("[sallyport]\nstate_dir = 'relative'", "sallyport.state_dir"),
+        ("[storage]\nallowed_host_paths = '/srv'", "storage.allowed_host_paths"),
+        ("[storage]\nallowed_host_paths = ['srv']", "storage.allowed_host_paths"),
+        ("[storage]\nallowed_host_paths = ['/srv/../etc']", "storage.allowed_host_paths"),
+        ("[storage]\nvolume_default_size = '63Mi'", "storage.volume_default_size"),
+        ("[sallyport]\nmax_volumes = 1001", "sallyport.max_volumes"),
         ("[sallyport]\ndefault_memory = 'much'", "sallyport.default_memory"),
         ("[sallyport]\nimages = [{name = 'x'}]", "sallyport.images"),
         ("[sallyport]\nimages = [{name = 'x', tar = '/x', env = ['A=b']}]", "sallyport.images"),
@@ -218,6 +223,15 @@ def test_the_api_server_and_hostd_bound_launches_alike() -> None:
     read_ = settings("[sallyport]\nlaunch_concurrency = 7")
     assert 7 == launch.serve_config(read_, ()).bounds.launches
     assert 7 == HostConfig.model_validate(launch.host_config(read_, Path("/launch"))).launch_concurrency
+
+
+def test_only_hostd_knows_the_bounds_of_volumes() -> None:
+    """Without a setting no path of the host is allowed."""
+    named = settings("[storage]\nallowed_host_paths = ['/srv/a']\n[sallyport]\nmax_volume = '64Mi'\nmax_volumes = 2")
+    for read_, paths, most in ((settings(""), [], 64), (named, ["/srv/a"], 2)):
+        bounds = HostConfig.model_validate(launch.host_config(read_, Path("/launch"))).volumes
+        assert (paths, most, 1 << 30) == (bounds.allowed_host_paths, bounds.max_count, bounds.default_bytes)
+        assert "volume" not in launch.serve_config(read_, ()).text()
 
 
 def test_a_key_may_be_given_as_its_digest() -> None:

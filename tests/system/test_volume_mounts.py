@@ -354,12 +354,12 @@ def test_a_named_volume_is_bounded_and_so_is_their_number(place: Place) -> None:
     assert wire.Code.UNKNOWN_VOLUME == refused(volumes, named("none", create=False))
     assert wire.Code.VOLUME_SIZE == refused(volumes, named("big", size_bytes=2 * SIZE + 1))
     (mount,) = stage(volumes, named("full", size_bytes=2 * SIZE))
-    free = os.statvfs(place.root).f_bavail
+    taken = (place.store / "full" / "disk").stat().st_blocks
     with pytest.raises(OSError, match="No space left"), open(f"{mount.source}/fill", "wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
             continue
-    used = (free - os.statvfs(place.root).f_bavail) * os.statvfs(place.root).f_frsize
-    assert used < SIZE, "the volume takes space of the host beyond what was allocated"
+    assert 2 * SIZE <= taken * 512
+    assert taken == (place.store / "full" / "disk").stat().st_blocks, "it takes space beyond what was allocated"
     do(volumes.settle("sbx-1"))
     stage(volumes, named("two"), named("three", "/w"), sandbox="sbx-2")
     assert wire.Code.FULL == refused(volumes, named("four"))

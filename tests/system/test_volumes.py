@@ -133,13 +133,11 @@ def test_a_path_of_the_host_is_read_and_written(stack: WithVolumes, runtime: str
     (data / "given").write_text("from the host\n")
     (data / "given").chmod(0o600)
     (data / "one").write_text("one\n")
-    fresh = data / "fresh" / "deep"
-    with made(stack, runtime, host(data), host(data / "one", "/etc/app.conf"), host(fresh, "/mnt/fresh")) as sandbox:
+    fresh = data / "fresh" / "deep: x, y"
+    mounted = (host(data), host(data / "one", "/etc/app.conf"), host(fresh, "/mnt/fresh: x, y"))
+    with made(stack, runtime, *mounted) as sandbox:
         assert "from the host" == said(sandbox, "cat /mnt/host/given")
-        said(
-            sandbox,
-            "echo inside >/mnt/host/made; chown 1000:1001 /mnt/host/made; mkdir /mnt/host/dir; echo >/mnt/fresh/x",
-        )
+        said(sandbox, "cd /mnt/host; echo inside >made; chown 1000:1001 made; mkdir dir; echo >'/mnt/fresh: x, y/x'")
         assert "one" == said(sandbox, "cat /etc/app.conf; echo more >>/etc/app.conf")
         (data / "later").write_text("later\n")
         assert "later" == said(sandbox, "cat /mnt/host/later")
@@ -249,16 +247,15 @@ def test_a_named_volume_outlives_its_sandbox(stack: WithVolumes, runtime: str) -
 def test_a_full_volume_is_full_inside_and_nothing_else_changes(stack: WithVolumes, runtime: str) -> None:
     fill = "dd if=/dev/zero of=/mnt/named/fill bs=1M"
     with made(stack, runtime, temporary("full", storage="96Mi")) as sandbox:
-        size = (stack.state / "hostd" / "volumes" / "full" / "disk").stat()
-        free = os.statvfs(stack.state)
+        disk = stack.state / "hostd" / "volumes" / "full" / "disk"
+        before = disk.stat()
         code, text = run(sandbox, fill)
         assert 0 != code
         assert "No space left on device" in text
         held = int(said(sandbox, "stat -c %s /mnt/named/fill"))
         assert 70 * _MIB < held < 96 * _MIB
-        after = os.statvfs(stack.state)
-        assert (free.f_bavail - after.f_bavail) * free.f_frsize < 64 * _MIB, "it takes space beyond what it has"
-        assert 96 * _MIB == size.st_size <= size.st_blocks * 512
+        assert 96 * _MIB == before.st_size <= before.st_blocks * 512
+        assert before.st_blocks == disk.stat().st_blocks, "it takes space beyond what was allocated"
         said(sandbox, "rm /mnt/named/fill; echo again >/mnt/named/file; echo x >/root-file")
     assert [] == volumes(stack)
     assert (400, "SANDBOX::INVALID_PARAMETER") == refused(stack, runtime, pvc("big", storage="1Gi"))
@@ -296,8 +293,8 @@ def test_a_volume_of_the_call_ends_with_its_sandbox_in_each_way(stack: WithVolum
     with made(stack, runtime, pvc("kept", "/mnt/kept"), temporary("own")):
         assert ["kept", "own"] == volumes(stack)
     assert ["kept"] == volumes(stack)
-    code = refused(stack, runtime, temporary("own"), entrypoint=["/no/such/program"])
-    assert (500, "DOCKER::SANDBOX_START_FAILED") == code or code[0] in (400, 500)
+    failed = refused(stack, runtime, temporary("own"), entrypoint=["/no/such/program"])
+    assert (500, "DOCKER::SANDBOX_START_FAILED") == failed
     assert ["kept"] == volumes(stack)
     missing = pvc("missing", "/mnt/missing", create_if_not_exists=False)
     assert (400, "VOLUME::PVC_NOT_FOUND") == refused(stack, runtime, pvc("new"), temporary("own", "/o"), missing)
@@ -394,6 +391,8 @@ def test_a_restart_of_the_server_keeps_named_volumes_only(stack: WithVolumes, ru
 
 def test_nothing_is_left_of_volumes(stack: WithVolumes, runtime: str, data: Path) -> None:
     """The census of the host is the same before and after, and no trace of the sandbox is left."""
+    with made(stack, runtime):  # Docker makes some mounts of its own for the first one
+        pass
     before = take(stack)
     with made(stack, runtime, host(data), host(data, "/ro", read_only=True), temporary("own")) as one:
         traces = stack.traces(one.id)
