@@ -1,8 +1,8 @@
 """The validation of a create call: everything that needs no request to a daemon.
 
 - The contract fixes the order of the checks, so that a call with several faults always gets the same error.
-- Unsupported features (templates) are refused by name and never ignored. Keys of `extensions`
-  are free, but a probable misspelling of a known key is refused, because it would have no effect.
+- An unsupported feature (templates) is refused by name and never ignored. Keys of `extensions` are free, but a probable
+  misspelling of a known key is refused, because it would have no effect.
 - A plan contains the sandbox's environment, which may contain the caller's secrets. It is never logged or stored.
 """
 
