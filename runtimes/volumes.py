@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import wire
@@ -131,8 +132,15 @@ class Volumes:
         return left
 
     def _sweep(self, keep: frozenset[str]) -> tuple[str, ...]:
-        left = [item for path in self._stages.iterdir() if path.name not in keep for item in self._release(path.name)]
-        return (*left, *self._named.sweep())
+        left: list[str] = []
+        names = [path.name for path in self._stages.iterdir() if path.name not in keep]
+        works: list[Callable[[], tuple[str, ...]]] = [partial(self._release, name) for name in names]
+        for work in (*works, self._named.sweep):
+            try:
+                left += work()
+            except OSError as error:  # one damaged volume does not keep hostd from its start
+                left.append(f"volumes: {error.strerror}: {error.filename}")
+        return tuple(left)
 
 
 def make_volumes(config: HostConfig) -> Volumes:

@@ -220,7 +220,7 @@ def run(*command: str, accepted: int = 0) -> None:
     except subprocess.TimeoutExpired:
         raise DiskError(f"{command[0]} does not end within {_SECONDS:.0f} s") from None
     if not 0 <= done.returncode <= accepted:
-        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
+        said = ((done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
         raise DiskError(f"{command[0]} fails: {said[:200]}")
 
 

@@ -62,7 +62,7 @@ class HostPaths:
     def _keep_out(self, real: str) -> None:
         for own in map(os.path.realpath, self._own):
             if _is_within(real, own) or _is_within(own, real):
-                raise wire.RequestError(wire.Code.PATH_FORBIDDEN, f"{own} is not for sandboxes")
+                raise wire.RequestError(wire.Code.PATH_FORBIDDEN, "this path of the host is not for sandboxes")
 
     def _open(self, top: int, names: Sequence[str], made: int, real: str) -> int:
         try:

@@ -120,8 +120,9 @@ class NamedVolumes:
         used, found = self._users(), []
         for name in self._names():
             record = self._record(name)
-            size = (self._store / name / _DISK).stat().st_size
-            found.append(VolumeState(name, size, used.get(name, 0), record.made_by, record.made_at, record.delete))
+            found.append(
+                VolumeState(name, self._size(name), used.get(name, 0), record.made_by, record.made_at, record.delete)
+            )
         return tuple(found)
 
     def remove(self, name: str) -> None:
@@ -138,6 +139,12 @@ class NamedVolumes:
             if left := self._unmount(name):
                 raise wire.RequestError(wire.Code.BUSY, "; ".join(left))
             self._delete(name)
+
+    def _size(self, name: str) -> int:
+        try:
+            return (self._store / name / _DISK).stat().st_size
+        except OSError:
+            return 0
 
     def _names(self) -> list[str]:
         names = []

@@ -402,6 +402,28 @@ def test_a_volume_without_a_readable_record_is_kept_for_the_operator(place: Plac
     do(volumes.remove("own"))
 
 
+def test_a_damaged_volume_stops_no_start_and_can_be_removed(place: Place) -> None:
+    volumes = place.volumes
+    stage(volumes, named("own"), named("broken", "/w"))
+    do(volumes.settle("sbx-1"))
+    assert () == do(volumes.release("sbx-1"))
+    (place.store / "broken" / "disk").write_bytes(bytes(SIZE))
+    assert wire.Code.VOLUME == refused(volumes, named("broken"))
+    (place.store / "broken" / "disk").unlink()
+    assert {"broken": 0, "own": SIZE} == {name: state.size_bytes for name, state in states(volumes).items()}
+    assert wire.Code.VOLUME == refused(volumes, named("broken"))
+    assert () == do(place.volumes.sweep(frozenset()))
+    for name in ("broken", "own"):
+        do(volumes.remove(name))
+    (place.store / ".old-x").mkdir()
+    (place.store / ".old-x" / "fixed").touch()
+    subprocess.run(["chattr", "+i", str(place.store / ".old-x")], check=True)
+    try:
+        assert 1 == len(do(place.volumes.sweep(frozenset())))
+    finally:
+        subprocess.run(["chattr", "-i", str(place.store / ".old-x")], check=True)
+
+
 def test_a_file_never_has_two_loop_devices(place: Place) -> None:
     """A process in another mount namespace still has the volume, when it is mounted again."""
     volumes = place.volumes

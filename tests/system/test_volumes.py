@@ -202,6 +202,17 @@ def test_a_sub_path_shows_its_subtree_only(stack: WithVolumes, runtime: str, dat
         assert (400, "VOLUME::INVALID_SUB_PATH") == refused(stack, runtime, host(data, sub_path=sub_path))
 
 
+def test_a_volume_below_another_is_seen_in_it_in_any_order(stack: WithVolumes, runtime: str, data: Path) -> None:
+    (data / "inner").mkdir()
+    (data / "inner" / "hidden").touch()
+    mounted = (temporary("inner", "/mnt/host/inner"), host(data))
+    for order in (mounted, mounted[::-1]):
+        with made(stack, runtime, *order) as sandbox:
+            assert "inner" == said(sandbox, "ls /mnt/host")
+            assert "" == said(sandbox, "ls -A /mnt/host/inner; touch /mnt/host/inner/mark")
+    assert ["hidden"] == os.listdir(data / "inner")
+
+
 def test_what_the_operator_does_not_allow_is_refused(stack: WithVolumes, runtime: str, data: Path) -> None:
     (data / "out").symlink_to("/etc")
     wrong = ("/etc", "/", str(stack.run), str(stack.state), str(stack.directory), "/proc", f"{data}/out", "/var/run")
