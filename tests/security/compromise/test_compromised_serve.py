@@ -199,6 +199,7 @@ class Taken:
             "pids": 256,
             "disk_bytes": 1 << 28,
             "isolation": False,
+            "held": False,
             "ca_root": root,
             "execd_token_sha256": "0" * 64,
             "selection": {"policy_name": "agents", "network_policy": None, "bindings": []},
