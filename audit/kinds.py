@@ -103,6 +103,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "secret": "the name of the secret, never its value",
     "secrets": "the names of the secrets that the sandbox is granted",
     "source": "where the image is from: a name in a registry, a file, or Docker",
+    "snapshot": "the id of the snapshot",
     "state": "`restarted`: auditd went on with an existing log",
     "status": "the response's status code",
     "target_generation": "the generation of the worker that the secret or certificate is for",
@@ -254,8 +255,8 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         actor="uid:0",
     ),
     "lifecycle.create": _kind(
-        "A sandbox is about to be launched.",
-        ("image", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes", "pool", "volumes"),
+        "A sandbox is about to be launched. With `snapshot` it begins with the file system of that snapshot.",
+        ("image", "snapshot", "runtime", "policy", "cpu_nanos", "memory_bytes", "disk_bytes", "pool", "volumes"),
         "allow",
         sandbox="sbx-1",
         image="sallyport/base",
@@ -300,6 +301,29 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         sandbox="sbx-1",
         port=8000,
         expires=1_767_323_045,
+    ),
+    "lifecycle.snapshot": _kind(
+        "A snapshot of a sandbox is about to be taken.",
+        ("snapshot", "image"),
+        "allow",
+        sandbox="sbx-1",
+        snapshot="0b0e2b0c-8c8f-4b63-9a3e-5d6a3c1f2e4d",
+        image="sallyport/base",
+    ),
+    "lifecycle.snapshot_failed": _kind(
+        "A snapshot was not taken. Nothing of it is left.",
+        ("snapshot", "code"),
+        "info",
+        sandbox="sbx-1",
+        snapshot="0b0e2b0c-8c8f-4b63-9a3e-5d6a3c1f2e4d",
+        code="too_large",
+    ),
+    "lifecycle.snapshot_delete": _kind(
+        "A snapshot of the sandbox is about to be removed.",
+        ("snapshot",),
+        "info",
+        sandbox="sbx-1",
+        snapshot="0b0e2b0c-8c8f-4b63-9a3e-5d6a3c1f2e4d",
     ),
     "gateway.policy": _kind(
         "A caller changes the policy of a sandbox.", ("policy",), "info", sandbox="sbx-1", policy="sha256:5f2b"

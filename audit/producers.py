@@ -23,7 +23,9 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
         {
             *("lifecycle.create", "lifecycle.create_failed", "lifecycle.remove", "lifecycle.policies"),
             *("lifecycle.claim", "lifecycle.pool", "lifecycle.signed_route"),
-            *("lifecycle.pause", "lifecycle.resume", "gateway.policy", "gateway.dropped", "gateway.restored"),
+            *("lifecycle.pause", "lifecycle.resume"),
+            *("lifecycle.snapshot", "lifecycle.snapshot_failed", "lifecycle.snapshot_delete"),
+            *("gateway.policy", "gateway.dropped", "gateway.restored"),
             *("vault.bind", "vault.revoke", "alarm"),
         }
     ),

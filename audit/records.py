@@ -96,6 +96,7 @@ TEXTS: Mapping[str, int] = {
     "pool": 264,
     "alias": 255,
     "source": 512,
+    "snapshot": 64,
     "state": 64,
     "code": 64,
     "error": 512,

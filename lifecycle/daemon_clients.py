@@ -24,6 +24,7 @@ from wire.api.auditd import Record
 
 CALL_TIMEOUT = 20.0
 LAUNCH_TIMEOUT = 120.0
+SNAPSHOT_TIMEOUT = 900.0
 _log = logging.getLogger(__name__)
 
 TOO_LARGE = wire.Code.TOO_LARGE
@@ -164,6 +165,18 @@ class Hostd(Daemon):
     async def states(self) -> tuple[hostd.HostSandboxState, ...]:
         """Return the states of all sandboxes that hostd knows."""
         return (await self.ask(hostd.List())).sandboxes
+
+    async def take_snapshot(self, sandbox: str, snapshot: str) -> int:
+        """Take a snapshot of a running sandbox; return its bytes. After a refusal nothing of it is left."""
+        return (await self.ask(hostd.TakeSnapshot(sandbox, snapshot), SNAPSHOT_TIMEOUT)).bytes
+
+    async def remove_snapshot(self, snapshot: str) -> None:
+        """Remove a snapshot. It refuses with `busy` if a sandbox uses it. An unknown snapshot is no error."""
+        await self.ask(hostd.RemoveSnapshot(snapshot), LAUNCH_TIMEOUT)
+
+    async def snapshots(self) -> tuple[hostd.HeldSnapshot, ...]:
+        """Return the snapshots that hostd has, or is taking."""
+        return (await self.ask(hostd.ListSnapshots())).snapshots
 
 
 class Vaultd(Daemon):

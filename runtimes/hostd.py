@@ -58,6 +58,7 @@ from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
 from runtimes.records import RecordStore
 from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
+from runtimes.snapshotting import Freezing, Snapshotting, runsc_root
 from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
 from runtimes.volumes import Volumes, make_volumes
 from wire import serving
@@ -71,6 +72,7 @@ from wire.api.hostd import (
     DescribeImage,
     Diagnosis,
     Doctor,
+    HeldSnapshots,
     ImageDescription,
     ImageNames,
     Images,
@@ -80,15 +82,19 @@ from wire.api.hostd import (
     Listed,
     ListedImages,
     ListImages,
+    ListSnapshots,
     ListVolumes,
     Pause,
     PolicyInForce,
     ReadOutput,
     Remove,
     RemoveImage,
+    RemoveSnapshot,
     RemoveVolume,
     Resume,
     ShowImage,
+    SnapshotTaken,
+    TakeSnapshot,
     VolumesListed,
 )
 from wire.frames import close_all
@@ -120,12 +126,14 @@ def make_directories(config: HostConfig) -> None:
         (run / "volumes", 0, 0, 0o700),
         (run / "volumes" / "stages", 0, 0, 0o700),
         (run / "volumes" / "named", 0, 0, 0o700),
+        (run / "frozen", 0, 0, 0o700),
         (state, 0, 0, 0o711),
         (state / "hostd", 0, 0, 0o700),
         (state / "hostd" / "disks", 0, 0, 0o700),
         (state / "hostd" / "image-work", 0, 0, 0o700),
         (state / "hostd" / "volumes", 0, 0, 0o700),
         (state / "hostd" / "ledgers", 0, 0, 0o700),
+        (state / "hostd" / "snapshots", 0, 0, 0o700),
         (state / "audit", uids.auditd, uids.auditd, 0o700),
         (state / "vault", uids.vaultd, uids.vaultd, 0o700),
         (state / "lifecycle", uids.serve, uids.serve, 0o700),
@@ -169,6 +177,7 @@ class Host:
         self._sandboxes: Sandboxes | None = None
         self._images: ImageStore | None = None
         self._volumes: Volumes | None = None
+        self._snapshotting: Snapshotting | None = None
         self._alarms = Alarms(self._daemons)
         self._chains: Chains | None = None
         self._watch: Watch | None = None
@@ -237,6 +246,8 @@ class Host:
         docker = self._connected()
         own = Path(config.state_dir) / "hostd"
         self._volumes = volumes = make_volumes(config)
+        freezing = Freezing(self._freezer, config.runsc, runsc_root(config), self._run / "frozen")
+        await freezing.recover()
         leftovers = Leftovers(
             self._cgroups,
             self._freezer,
@@ -264,6 +275,10 @@ class Host:
             rings,
             volumes,
         )
+        self._snapshotting = Snapshotting(
+            config, docker, self._sandboxes, freezing, own / "snapshots", self._cgroups.parent.name
+        )
+        self._snapshotting.recover()
         for record, slot in fit:
             self._sandboxes.adopt(record, slot)
         self._sandboxes.document_changed()  # it may have changed since their records
@@ -356,6 +371,8 @@ class Host:
             await self._cpu_weight.stop()
         if self._images is not None:
             await self._images.stop()
+        if self._snapshotting is not None:
+            await self._snapshotting.stop()
         if self._sandboxes is not None:
             self._sandboxes.closing = True
             if remove:
@@ -429,6 +446,13 @@ class Host:
             case RemoveVolume(name):
                 await self._remove_volume(self._operators_volumes(client), name, client.peer.uid)
                 return wire.Done()
+            case TakeSnapshot(sandbox, snapshot):
+                return SnapshotTaken(await self._snapshots().take(sandbox, snapshot))
+            case RemoveSnapshot(snapshot):
+                await self._snapshots().remove(snapshot)
+                return wire.Done()
+            case ListSnapshots():
+                return HeldSnapshots(await self._snapshots().list())
             case _:
                 raise TypeError(f"{type(request).__name__} is not asked of hostd")
 
@@ -478,6 +502,11 @@ class Host:
         except (OSError, wire.RemoteError) as error:
             raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log does not accept records") from error
         await volumes.remove(name)
+
+    def _snapshots(self) -> Snapshotting:
+        if self._snapshotting is None:
+            raise wire.RequestError(wire.Code.UNAVAILABLE, "the host is starting")
+        return self._snapshotting
 
     async def _image(self, name: str) -> ImageDescription:
         if not IMAGE_NAME.fullmatch(name):

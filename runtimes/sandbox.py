@@ -46,6 +46,8 @@ class HostSandbox:
     """Whether it is paused. The kernel has the state for the next hostd (`process.freezer`)."""
     paused_by_docker: bool = False
     """Whether another program paused its container, with Docker."""
+    capture: asyncio.Task[Any] | None = None
+    """The capture of its files for a snapshot. Meanwhile its processes can be frozen, and it is not paused."""
     leaving: bool = False
     unended: list[WorkerProcess] = field(default_factory=list)
     """Former workers that could not be removed completely."""

@@ -12,6 +12,7 @@
 - A removal kills the worker first. This ends the traffic, also if another task holds the lock or another step fails.
   The removal then checks processes, inodes, mounts, control groups and files.
 - A worker that does not confirm a decided policy is killed after two seconds of its own time.
+- A capture for a snapshot does not hold the lock. A pause waits for its end, a removal cancels it.
 
 The module is long because launch, replacement, adoption, cutting off and removal change one state under one lock.
 """
@@ -33,7 +34,7 @@ from typing import Any, Protocol
 import wire
 from runtimes.daemons import Daemons
 from runtimes.engine import containers
-from runtimes.engine.containers import plan_container, write_files
+from runtimes.engine.containers import keep_tmp_on_disk, plan_container, write_files
 from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
 from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, LocalImage, Mount, VolumeBind
@@ -56,7 +57,7 @@ from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.volumes import Staged, Volumes
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
-from wire.api.hostd import MOST_KEPT, HostSandboxState, Inspected, Launch, Printed, Removed, SlotDescription
+from wire.api.hostd import MOST_KEPT, HostSandboxState, Inspected, Launch, Printed, Removed, Runtime, SlotDescription
 from wire.api.states import HostState
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
@@ -71,6 +72,8 @@ _READ_SECONDS, _LAST_SECONDS = 5.0, 2.0
 """The limits of a wait for an output, and for the one of a sandbox that is being removed."""
 _KEPT_LINES = 1000
 """The last lines that are read of a sandbox that is cut off."""
+_CAPTURE_SECONDS = 15.0
+"""The limit of the wait of a pause for a capture."""
 _REFUSALS = frozenset({wire.Code.INVALID, wire.Code.AUDIT_UNAVAILABLE, wire.Code.INTERNAL})
 """The codes of a worker's refusal that the caller gets. The caller gets `gateway` for any other code."""
 
@@ -242,13 +245,18 @@ class Sandboxes:
 
     async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, _Made]:
         """Create the container, without its plan. Return the time, and what the plan needs."""
-        image = await self._images.image(spec.image)
+        if spec.snapshot is None:
+            image = await self._images.image(spec.image)
+        else:
+            image = await self._docker.snapshot_image(spec.snapshot)
         volumes = await self._volumes.stage(spec.sandbox, spec.volumes)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
         binds = [VolumeBind(volume.source, volume.target, volume.read_only) for volume in volumes]
         plan = plan_container(spec, image.id, files, Path(self._config.execd), binds)
         layout, _ = await both(self._contain(sandbox, plan), self._prepare_disk(spec))
         room = await self._attach_disk(spec, layout.layer)
+        if sandbox.runtime is Runtime.RUNSC:
+            await asyncio.to_thread(keep_tmp_on_disk, layout)
         return time.monotonic(), _Made(room, layout.mounts, volumes)
 
     async def _contain(self, sandbox: HostSandbox, plan: ContainerPlan) -> Layout:
@@ -569,10 +577,42 @@ class Sandboxes:
         await self._endings.whole(self._change_pause(self._get(name), self._pausing.resume))
 
     async def _change_pause(self, sandbox: HostSandbox, change: Callable[[HostSandbox], Awaitable[None]]) -> None:
+        if sandbox.capture is not None:
+            await asyncio.wait({sandbox.capture}, timeout=_CAPTURE_SECONDS)
         async with sandbox.lock:
             if not sandbox.running:
                 raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox is being removed, or has been cut off")
+            if sandbox.capture is not None:
+                raise wire.RequestError(wire.Code.BUSY, "a snapshot of the sandbox is being taken")
             await change(sandbox)
+
+    async def capture[T](self, name: str, capture: Callable[[HostSandbox], Coroutine[Any, Any, T]]) -> T:
+        """Run `capture` on a running sandbox. A removal cancels it, and so does the end of the caller.
+
+        Raises:
+            wire.RequestError: the sandbox does not run, is paused or removed (`not_running`), or is captured (`busy`).
+        """
+        sandbox = self._get(name)
+        async with sandbox.lock:
+            if not sandbox.running or sandbox.paused or sandbox.container is None:
+                raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox does not run")
+            if sandbox.capture is not None:
+                raise wire.RequestError(wire.Code.BUSY, "a snapshot of the sandbox is being taken")
+            task = asyncio.create_task(capture(sandbox), name=f"capture-{name}")
+            sandbox.capture = task
+        task.add_done_callback(lambda _: self._captured(sandbox))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await finished(asyncio.wait({task}))
+            raise
+        if task.cancelled():
+            raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox was removed meanwhile")
+        return task.result()
+
+    def _captured(self, sandbox: HostSandbox) -> None:
+        sandbox.capture = None
 
     def _compare_pause(self, sandbox: HostSandbox, *, by_docker: bool | None) -> None:
         """Begin to complete a pause, or the end of one, that another program made."""
@@ -682,6 +722,9 @@ class Sandboxes:
     async def _unmake(self, sandbox: HostSandbox, *, forget: bool = True, lines: int = 0) -> tuple[str, ...]:
         """Remove all parts of a sandbox, in any state. The caller holds the lock."""
         _kill(sandbox)
+        if sandbox.capture is not None:
+            sandbox.capture.cancel()
+            await asyncio.wait({sandbox.capture})
         sandbox.running = False
         sandbox.phase = "removing"
         if sandbox.id in self._known:
@@ -764,7 +807,7 @@ class Sandboxes:
         states = tuple(await asyncio.gather(*(describe(sandbox, self._docker, running) for sandbox in known)))
         for sandbox, state in zip(known, states, strict=True):
             by_docker = state.state is HostState.PAUSED and sandbox.container not in running
-            if sandbox.running and not sandbox.lock.locked():
+            if sandbox.running and not sandbox.lock.locked() and sandbox.capture is None:
                 self._compare_pause(sandbox, by_docker=None if state.state is HostState.UNKNOWN else by_docker)
         return states
 

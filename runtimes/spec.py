@@ -124,6 +124,14 @@ class VolumesConfig(_Strict):
     max_count: int = Field(ge=0)
 
 
+class SnapshotLimits(_Strict):
+    """The limits of snapshots: their number, the bytes of one, and the bytes of all. With 0 there are none."""
+
+    count: int = Field(ge=0)
+    bytes_each: int = Field(ge=1)
+    bytes_total: int = Field(ge=1)
+
+
 class DockerdConfig(_Strict):
     """The dockerd that hostd starts, in its own network namespace."""
 
@@ -242,6 +250,7 @@ class HostConfig(_Strict):
     host_addresses: dict[str, list[str]]
     gateway_limits: dict[str, int]
     maxima: Maxima
+    snapshots: SnapshotLimits
     launch_concurrency: int = Field(ge=1, le=256)
     processes: list[ProcessConfig]
     listen: ListenConfig | None

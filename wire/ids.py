@@ -5,6 +5,8 @@ from typing import Final
 
 SANDBOX_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}", re.ASCII)
 """The form of a sandbox id. The id is also the name of its audit chain, a file name and a part of paths."""
+SNAPSHOT_ID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+"""The form of a snapshot id, a UUID. The id is also the tag of an image, a file name and a part of paths."""
 MOST_GENERATION: Final = 2**53 - 1
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -17,6 +19,16 @@ def check_sandbox(text: str) -> None:
     """
     if not SANDBOX_ID.fullmatch(text):
         raise ValueError("not a sandbox id")
+
+
+def check_snapshot(text: str) -> None:
+    """Check the id of a snapshot.
+
+    Raises:
+        ValueError: the text is no snapshot id.
+    """
+    if not SNAPSHOT_ID.fullmatch(text):
+        raise ValueError("not a snapshot id")
 
 
 def check_generation(number: int) -> None:

@@ -21,11 +21,12 @@ from lifecycle.api.auth import BrowserGuard
 from lifecycle.api.credentials import KeyRing, RouteKeys, Tokens
 from lifecycle.api.edge import Edge
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
-from lifecycle.api.routes import diagnostics, endpoints, networkpolicy, pools, sandboxes, system, unsupported
+from lifecycle.api.routes import diagnostics, endpoints, networkpolicy, pools, sandboxes, snapshots, system, unsupported
 from lifecycle.api.routes.context import Context
 from lifecycle.config.serve import ServeConfig
 from lifecycle.daemon_clients import Auditd, Daemon, Hostd, Vaultd
 from lifecycle.database.engine import PostgreSQL, SQLite
+from lifecycle.database.snapshot_table import SnapshotTable
 from lifecycle.database.table import SandboxTable
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.policies import Policies
@@ -48,6 +49,8 @@ from lifecycle.sandboxes.reaper import Observer, Reaper
 from lifecycle.sandboxes.registry import Registry, RegistryError, SchemaError
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
+from lifecycle.snapshots.rows import SnapshotRows
+from lifecycle.snapshots.service import Snapshots
 from policy.strict import place, unknown
 
 POLICY_SECONDS = 0.5
@@ -95,13 +98,15 @@ class Server:
             tasks.append(asyncio.create_task(self._fill(), name="pools"))
             tasks.append(asyncio.create_task(self._observe(opened), name="observer"))
             tasks.append(asyncio.create_task(self._reload(opened), name="policies"))
+            tasks.append(asyncio.create_task(self._settle(opened), name="snapshots"))
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.edge.proxy.close()
-            await asyncio.gather(self.context.creations.close(), self.context.egress.close())
+            closing = (self.context.creations.close(), self.context.egress.close(), self.context.snapshots.close())
+            await asyncio.gather(*closing)
             for daemon in self.daemons:
                 await daemon.close()
             await self.registry.close()
@@ -130,6 +135,10 @@ class Server:
         await self.adopted.wait()
         await self.context.pools.run()
 
+    async def _settle(self, opened: asyncio.Event) -> None:
+        await opened.wait()
+        await self.context.snapshots.run()
+
     async def _reload(self, opened: asyncio.Event) -> None:
         await opened.wait()
         while True:
@@ -156,7 +165,8 @@ def build(
     """
     way = WayIn(config.run_dir / "ingress", config.daemon_uids["hostd"])
     clock = clock or Clock()
-    registry = Registry(state_table(config, clock))
+    table = state_table(config, clock)
+    registry = Registry(table)
     uids = config.daemon_uids
     hostd = Hostd(config.run_dir / "hostd.sock", uids["hostd"])
     vaultd = Vaultd(config.run_dir / "vault.sock", uids["vaultd"])
@@ -208,6 +218,14 @@ def build(
         hand_over=functools.partial(hand_over, way),
         bounds=config.bounds,
     )
+    taken = Snapshots(
+        SnapshotRows(registry, SnapshotTable(table.database, table.owner)),
+        rows,
+        hostd,
+        journal=journal,
+        clock=clock,
+        bounds=config.snapshots,
+    )
     context = Context(
         registry,
         rows,
@@ -222,6 +240,7 @@ def build(
         route_keys,
         journal,
         config.limits,
+        taken,
         config.external_base,
         frozenset(config.ignored_fields),
     )
@@ -278,7 +297,7 @@ def api(context: Context) -> FastAPI:
     app.state.context = context
     app.include_router(system.root)
     for prefix in ("/v1", ""):  # Routes are compared in this order, and the SDKs call those below /v1.
-        for module in (sandboxes, diagnostics, endpoints, networkpolicy, pools, system, unsupported):
+        for module in (sandboxes, snapshots, diagnostics, endpoints, networkpolicy, pools, system, unsupported):
             app.include_router(module.router, prefix=prefix)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RegistryError, _no_database)

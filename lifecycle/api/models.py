@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from lifecycle.sandboxes.moments import timestamp
 from lifecycle.sandboxes.pool import Count, SandboxPool
 from lifecycle.sandboxes.registry import Sandbox
+from lifecycle.snapshots.snapshot import Snapshot
 
 type Text = Annotated[str, StringConstraints(max_length=4096)]
 type Value = Annotated[str, StringConstraints(max_length=131072)]
@@ -307,6 +308,12 @@ class Renew(Model):
     expires_at: datetime
 
 
+class CreateSnapshot(Model):
+    """The optional body of `POST /sandboxes/{id}/snapshots`."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+
 class MetricsEvent(Model):
     """An event that a client reports after a create. It is counted, never trusted."""
 
@@ -348,6 +355,8 @@ def created(sandbox: Sandbox) -> dict[str, Any]:
 
 def shown(sandbox: Sandbox) -> dict[str, Any]:
     """Render a `Sandbox`."""
+    if sandbox.snapshot is not None:
+        return created(sandbox) | {"snapshotId": sandbox.snapshot}
     body = created(sandbox) | {"image": {"uri": sandbox.image}}
     if sandbox.pool:
         body["allocation"] = {"mode": "pool", "poolRef": SandboxPool.named_by(sandbox.pool), "state": "allocated"}
@@ -373,4 +382,31 @@ def pool(found: SandboxPool, count: Count) -> dict[str, Any]:
         },
         "status": status | ({"message": count.problem} if count.problem else {}),
         "createdAt": timestamp(found.created_at),
+    }
+
+
+def snapshot_shown(snapshot: Snapshot) -> dict[str, Any]:
+    """Render a `Snapshot`."""
+    body: dict[str, Any] = {
+        "id": snapshot.id,
+        "sandboxId": snapshot.sandbox,
+        "status": {
+            "state": str(snapshot.state),
+            "reason": snapshot.reason,
+            "message": snapshot.message,
+            "lastTransitionAt": timestamp(snapshot.changed_at),
+        },
+        "createdAt": timestamp(snapshot.created_at),
+    }
+    return body if snapshot.name is None else body | {"name": snapshot.name}
+
+
+def pagination(page: int, size: int, total: int) -> dict[str, Any]:
+    """Render the `pagination` of a list."""
+    return {
+        "page": page,
+        "pageSize": size,
+        "totalItems": total,
+        "totalPages": -(-total // size),
+        "hasNextPage": page * size < total,
     }

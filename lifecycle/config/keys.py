@@ -566,6 +566,18 @@ class SettingsModel(BaseModel):
     sallyport_max_volumes: Annotated[int, Field(ge=0, le=1000)] = _key(
         "sallyport.max_volumes", 64, "named volumes of this host; a call that would make more is answered with 429"
     )
+    sallyport_snapshots_count: Annotated[int, Field(ge=0, le=10000)] = _key(
+        "sallyport.snapshots.count", 100, "at once, of all sandboxes; more are answered with 409"
+    )
+    sallyport_snapshots_max_bytes: Disk = _key(
+        "sallyport.snapshots.max_bytes",
+        "4Gi",
+        "one snapshot: what its sandbox wrote, holes of files included",
+        unit="bytes",
+    )
+    sallyport_snapshots_total_bytes: Disk = _key(
+        "sallyport.snapshots.total_bytes", "20Gi", "all snapshots together; more are answered with 409", unit="bytes"
+    )
     sallyport_max_sandboxes: Annotated[int, Field(ge=1, le=4096)] = _key(
         "sallyport.max_sandboxes", 1000, "at once; more are answered with 429"
     )

@@ -25,6 +25,7 @@ from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
+from lifecycle.snapshots.snapshot import SnapshotBounds
 
 _MAX_DSN = 4096
 _UIDS = ("serve", "vaultd", "auditd", "compiler", "worker_base", "workers")
@@ -110,6 +111,10 @@ def serve_config(settings: Settings, keys: tuple[str, ...]) -> ServeConfig:
             answer_seconds=float(settings.get("sallyport.create_answer_seconds")),
             queue_seconds=float(settings.get("sallyport.create_queue_seconds")),
             ceilings=Ceilings(_ceiling(settings, "total"), _ceiling(settings, "per_key")),
+        ),
+        snapshots=SnapshotBounds(
+            count=settings.get("sallyport.snapshots.count"),
+            total_bytes=settings.get("sallyport.snapshots.total_bytes"),
         ),
         allowed_hosts=tuple(settings.get("server.allowed_hosts")),
         external_base=external_base(settings),
@@ -308,6 +313,11 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         },
         "gateway_limits": dict(settings.get("sallyport.gateway_limits")),
         "maxima": {**asdict(maxima(settings)), "sandboxes": max_sandboxes(settings)},
+        "snapshots": {
+            "count": settings.get("sallyport.snapshots.count"),
+            "bytes_each": settings.get("sallyport.snapshots.max_bytes"),
+            "bytes_total": settings.get("sallyport.snapshots.total_bytes"),
+        },
         "launch_concurrency": launch_concurrency(settings),
         "runtimes": list(settings.get("sallyport.allowed_runtimes")),
         "disk_limits": disk_limits(settings),

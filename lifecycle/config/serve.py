@@ -14,6 +14,7 @@ from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
 from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
+from lifecycle.snapshots.snapshot import SnapshotBounds
 from wire.errors import ConfigError
 
 
@@ -68,6 +69,7 @@ class ServeConfig:
     limits: SandboxLimits
     daemon_uids: Mapping[str, int]
     bounds: CreationBounds
+    snapshots: SnapshotBounds
     allowed_hosts: tuple[str, ...]
     external_base: str
     ignored_fields: tuple[str, ...]
@@ -125,4 +127,5 @@ def _typed(document: dict[str, Any]) -> dict[str, Any]:
     bounds = dict(typed["bounds"])
     bounds["ceilings"] = Ceilings(**{name: SandboxCeiling(**most) for name, most in bounds["ceilings"].items()})
     typed["bounds"] = CreationBounds(**bounds)
+    typed["snapshots"] = SnapshotBounds(**typed["snapshots"])
     return typed

@@ -11,8 +11,9 @@ from sqlalchemy.types import REAL, TypeDecorator, TypeEngine
 
 from lifecycle.sandboxes.history import Event, Given
 from lifecycle.sandboxes.registry import State
+from lifecycle.snapshots.snapshot import SnapshotState
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest migration."""
 VERSION_TABLE = "sallyport_schema"
 """The table in which Alembic keeps the number of the last migration."""
@@ -106,6 +107,19 @@ class GivenByCaller(TypeDecorator[Given]):
         return Given(**{**found, "variables": tuple(found["variables"])})
 
 
+class SnapshotStateName(TypeDecorator[SnapshotState]):
+    """A state of a snapshot by its name."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: SnapshotState | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> SnapshotState:
+        return SnapshotState(value or "")
+
+
 metadata = MetaData()
 sandboxes = Table(
     "sandboxes",
@@ -138,6 +152,7 @@ sandboxes = Table(
     Column("memory_bytes", AMOUNT),
     Column("disk_bytes", AMOUNT),
     Column("key_label", Text, server_default=""),
+    Column("snapshot", Text),
     Index("sandboxes_owner", "owner", "created_at"),
     Index("sandboxes_owner_expires", "owner", "expires_at"),
     sqlite_strict=True,
@@ -181,3 +196,21 @@ histories = Table(
     sqlite_strict=True,
 )
 """One row for each sandbox, and for each one that was removed within the retention."""
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("sandbox", Text),
+    Column("name", Text),
+    Column("state", SnapshotStateName),
+    Column("reason", Text),
+    Column("message", Text),
+    Column("changed_at", MOMENT),
+    Column("created_at", MOMENT),
+    Column("image", Text),
+    Column("bytes", BigInteger().with_variant(Integer(), "sqlite")),
+    Column("owner", Text),
+    Index("snapshots_owner", "owner", "created_at"),
+    sqlite_strict=True,
+)
+"""One row for each snapshot. `owner` is the identity of the server that has it."""

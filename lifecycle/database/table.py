@@ -97,8 +97,8 @@ class SandboxTable:
     def __init__(
         self, database: Database, owner: str, now: Callable[[], float] = time.time, *, keeps: bool = True
     ) -> None:
-        self._database = database
-        self._owner = owner
+        self.database = self._database = database
+        self.owner = self._owner = owner
         self._now = now
         self._keeps = keeps
         self._histories = Histories(owner)

@@ -19,6 +19,7 @@ from lifecycle.api.models import HOOKS_VARIABLE, CapacitySpec, Create, CreatePoo
 from lifecycle.sandboxes import labels, volumes
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
+from lifecycle.snapshots.snapshot import Snapshot
 from policy.api import ApiPolicy, ApiPolicyError, parse_network_policy
 from policy.strict import unknown
 from runtimes.engine.profile import ISOLATED, PROFILES
@@ -32,6 +33,8 @@ POOL_EXTENSION = "poolRef"
 _EXTENSIONS = (POLICY_EXTENSION, RUNTIME_EXTENSION, ISOLATION_EXTENSION, RENEW_EXTENSION, POOL_EXTENSION)
 _RESEMBLES = 0.85
 """The similarity (1 is equal) from which a key counts as a misspelling of another."""
+_OF_SNAPSHOT = ("tail", "-f", "/dev/null")
+"""The entrypoint of a sandbox that begins with a snapshot, if the call names none."""
 _ECHOED = "opensandbox.extensions."
 _EGRESS_ENV = "OPENSANDBOX_EGRESS_"
 _EGRESS_NAMES = frozenset(
@@ -120,25 +123,28 @@ class Plan:
     held_for: str = ""
     """The key of the pool for which an idle member is launched, or empty."""
     volumes: tuple[VolumeMount, ...] = ()
+    snapshot: str | None = None
 
 
-def plan(request: Create, limits: SandboxLimits) -> Plan:
+def plan(request: Create, limits: SandboxLimits, source: Snapshot | ApiError | None = None) -> Plan:
     """Check a create call.
+
+    Args:
+        source: the snapshot with which the sandbox begins, or why it cannot.
 
     Raises:
         ApiError: the first fault of the call.
     """
     extensions = dict(request.extensions or {})
     runtime = _check_extensions(extensions, limits)
-    if (request.snapshot_id or "").strip():
-        raise ApiError(404, "SNAPSHOT::NOT_FOUND", f"Snapshot {(request.snapshot_id or '')[:80]} not found.")
+    if isinstance(source, ApiError):
+        raise source
     hooks = _hooks(request)
     claim = _claim(request, extensions)
     if request.template_id is not None:
         raise ApiError(400, "FSB::API_NOT_SUPPORTED", "templateId is not supported by this server.")
-    entrypoint, command = (
-        ((), ()) if claim and request.entrypoint is None else _entrypoint(tuple(request.entrypoint or ()))
-    )
+    given = tuple(request.entrypoint or (_OF_SNAPSHOT if source else ()))
+    entrypoint, command = ((), ()) if claim and request.entrypoint is None else _entrypoint(given)
     labels.check(request.metadata or {})
     platform = _platform(request)
     timeout = request.timeout
@@ -156,7 +162,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
         _check_claimed(env)
     mounted = volumes.mounts(request.volumes or ())
     return Plan(
-        image=request.image.uri if request.image else "",
+        image=source.image if source else request.image.uri if request.image else "",
         entrypoint=entrypoint,
         command=command,
         env=env,
@@ -174,6 +180,7 @@ def plan(request: Create, limits: SandboxLimits) -> Plan:
         renew_seconds=int(extensions[RENEW_EXTENSION]) if RENEW_EXTENSION in extensions else None,
         claim=claim,
         volumes=mounted,
+        snapshot=source.id if source else None,
     )
 
 

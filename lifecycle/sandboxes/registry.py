@@ -90,6 +90,8 @@ class Sandbox:
     """The share of the sandbox in the ceilings; None at a row of an older release, and for a disk without a limit."""
     key_label: str = ""
     """The label of the API key with which the sandbox was created; empty without one."""
+    snapshot: str | None = None
+    """The snapshot with whose file system it began; None if it began with that of the image."""
 
     def moved(self, state: State, reason: str, message: str, now: float) -> "Sandbox":
         """Return the same sandbox in another state."""
@@ -199,6 +201,10 @@ class Registry:
     ) -> tuple[list[Sandbox], int]:
         """Return one page, newest first, and the number of all matches."""
         return await self._look_up(lambda: self._table.page(states, metadata, page, size))
+
+    async def call[T](self, work: Callable[[], T]) -> T:
+        """Make a call on another table of the database, in the order of all calls."""
+        return await self._run(work)
 
     async def count(self) -> int:
         """Return the number of rows."""

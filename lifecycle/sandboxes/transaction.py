@@ -45,6 +45,7 @@ from lifecycle.sandboxes.members import Members, unknown_pool
 from lifecycle.sandboxes.orchestrator import Orchestrator
 from lifecycle.sandboxes.registry import Registry, RegistryError, Sandbox, State
 from lifecycle.sandboxes.starting import Starting
+from lifecycle.snapshots.errors import no_artifact
 from policy.problems import meant
 from runtimes.engine.trust import CA_VARIABLES
 from wire.api.hostd import Launch, Runtime
@@ -180,7 +181,8 @@ class Creations:
     async def _begin(self, plan: Plan, key_label: str) -> Creation:
         version = self._policies.version
         compiled = await self._admit(plan)
-        await self.check_image(plan.image)
+        if plan.snapshot is None:
+            await self.check_image(plan.image)
         if plan.claim is None:
             row = self._row(self._new_id(), plan, compiled, key_label)
             self._making.add(row.id)
@@ -233,6 +235,7 @@ class Creations:
             memory_bytes=plan.resources.memory_bytes,
             disk_bytes=plan.resources.disk_bytes,
             key_label=key_label,
+            snapshot=plan.snapshot,
         )
 
     async def _admit(self, plan: Plan) -> Compiled:
@@ -405,6 +408,7 @@ class Creations:
             "allow",
             sandbox=row.id,
             image=row.image,
+            snapshot=row.snapshot,
             runtime=row.runtime,
             policy=compiled.digest,
             cpu_nanos=plan.resources.cpu_nanos,
@@ -430,8 +434,14 @@ class Creations:
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             selection=compiled.selection.to_text(),
             volumes=plan.volumes,
+            snapshot=row.snapshot,
         )
-        return await self._hostd.launch(launch)
+        try:
+            return await self._hostd.launch(launch)
+        except wire.RemoteError as error:
+            if row.snapshot is not None and error.code == wire.Code.UNKNOWN_IMAGE:
+                raise no_artifact(row.snapshot) from None
+            raise
 
     async def _undo(self, row: Sandbox, failure: ApiError) -> None:
         creation = self._creations.get(row.id)

@@ -12,6 +12,7 @@
 import os
 import secrets
 import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from runtimes.engine.docker import (
     ISOLATION_CAPABILITIES,
     Bind,
     ContainerPlan,
+    Layout,
     VolumeBind,
     container_name,
 )
@@ -135,6 +137,23 @@ def plan_container(
         pids=pids,
         processes=processes,
     )
+
+
+def keep_tmp_on_disk(layout: Layout) -> None:
+    """Put an empty file into /tmp of a container that was not started yet, if its image has this directory.
+
+    runsc mounts a file system in memory over an empty /tmp. It would be in no snapshot, and its content would not count
+    as disk space.
+    """
+    found = (directory / "tmp" for directory in layout.lower if os.path.lexists(directory / "tmp"))
+    if layout.layer is None or (image := next(found, None)) is None or not stat.S_ISDIR(image.lstat().st_mode):
+        return
+    status, own = image.lstat(), layout.layer / "diff" / "tmp"
+    own.mkdir(mode=0o700, exist_ok=True)
+    (own / ".sallyport").touch(mode=0o644)
+    os.chown(own, status.st_uid, status.st_gid, follow_symlinks=False)
+    os.chmod(own, stat.S_IMODE(status.st_mode))
+    os.utime(own, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def processes(container: str) -> tuple[int, ...]:

@@ -7,6 +7,8 @@
 - An image is refused if Docker could not read its user files (`/etc/passwd`, `/etc/group`) to their end, because then
   Docker would hold the container's lock for ever. If Docker delays an answer for another reason, only the callers for
   that container wait, for some seconds.
+- The label `sallyport.snapshot` marks images that are snapshots. No name and no id of such an image is an image's name
+  for a caller: only `snapshot_image` returns it.
 - The label `sallyport.sandbox` marks containers of Sallyport, `sallyport.instance` those of this server. A container
   is removed only if it has both labels and the matching name, because labels can come from an image.
 """
@@ -32,6 +34,9 @@ from wire.sockets import WrongServer, probe_server
 LABEL = "sallyport.sandbox"
 INSTANCE_LABEL = "sallyport.instance"
 _SOURCE_LABEL = "sallyport.source"
+SNAPSHOT_LABEL = "sallyport.snapshot"
+SNAPSHOT_BYTES_LABEL = "sallyport.snapshot.bytes"
+_SNAPSHOTS = "sallyport-snapshots"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETUID", "SETGID", "NET_BIND_SERVICE")
 ISOLATION_CAPABILITIES = (*CAPABILITIES, "SYS_ADMIN", "SETPCAP")
 """With isolated sessions, on runsc only: there they are capabilities over the sandbox's own kernel. execd uses the
@@ -42,6 +47,7 @@ _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
 _READING_THREADS = 2  # an output can have megabytes, and must not delay the others
+_LOADING_THREADS = 2  # a layer can have gigabytes
 _RUNNING = "running"
 _USERS = ("/etc/passwd", "/etc/group")
 _MOST_USERS = 1 << 20
@@ -52,6 +58,11 @@ file."""
 _LINK = 0x08000000
 _JUDGED_IMAGES = 1024
 _DEFAULT_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def snapshot_name(instance: str, snapshot: str) -> str:
+    """Return the name of the image of a snapshot of one server."""
+    return f"{_SNAPSHOTS}/{instance or 'local'}:{snapshot}"
 
 
 def container_name(sandbox: str) -> str:
@@ -80,6 +91,28 @@ class LocalImage:
     cmd: tuple[str, ...]
     env: tuple[str, ...]
     workdir: str
+
+
+class ImageInUse(DockerError):
+    """A container uses the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseImage:
+    """The parts of an image on which another one can be based: `layers` are the digests of its layers, lowest first."""
+
+    layers: tuple[str, ...]
+    config: Mapping[str, Any]
+    architecture: str
+    system: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotImage:
+    """A snapshot's image, and the bytes of its layer."""
+
+    snapshot: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +183,12 @@ class Layout:
     """The places of a container on the host.
 
     `layer` is the directory that has the container's own part of its root file system, None if the storage driver is
-    not overlay2; `mounts` are its binds and volumes.
+    not overlay2; `mounts` are its binds and volumes; `lower` are the directories of its image, topmost first.
     """
 
     layer: Path | None
     mounts: tuple[Mount, ...]
+    lower: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +238,7 @@ class Docker:
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="docker")
         self._looking = ThreadPoolExecutor(max_workers=_LOOKING_THREADS, thread_name_prefix="docker-look")
         self._reading = ThreadPoolExecutor(max_workers=_READING_THREADS, thread_name_prefix="docker-read")
+        self._loading = ThreadPoolExecutor(max_workers=_LOADING_THREADS, thread_name_prefix="docker-load")
         self._looks: dict[str, asyncio.Task[Any]] = {}
         self._judged: set[str] = set()
 
@@ -212,6 +247,7 @@ class Docker:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._looking.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)
+        self._loading.shutdown(wait=False, cancel_futures=True)
         self._api.close()
         self._slow.close()
 
@@ -244,9 +280,29 @@ class Docker:
         """Return the configuration of image `name`; wait for a Docker that is being restarted.
 
         Raises:
-            UnknownImage: it is not here. Nothing is pulled.
+            UnknownImage: it is not here, or a snapshot. Nothing is pulled.
         """
         found = await self._run(lambda: self._api.inspect_image(name), _PATIENCE_SECONDS)
+        config = found.get("Config") or {}
+        if SNAPSHOT_LABEL in (config.get("Labels") or {}):
+            raise UnknownImage("no such image")
+        return self._local(found)
+
+    async def snapshot_image(self, snapshot: str) -> LocalImage:
+        """Return the configuration of the image of a snapshot of this server.
+
+        Raises:
+            UnknownImage: it is not here, or the image of this name is none of this server.
+        """
+        name = snapshot_name(self._instance, snapshot)
+        found = await self._run(lambda: self._api.inspect_image(name), _PATIENCE_SECONDS)
+        labels = (found.get("Config") or {}).get("Labels") or {}
+        if (labels.get(SNAPSHOT_LABEL), labels.get(INSTANCE_LABEL)) != (snapshot, self._instance):
+            raise UnknownImage("no such image")
+        return self._local(found)
+
+    @staticmethod
+    def _local(found: Mapping[str, Any]) -> LocalImage:
         config = found.get("Config") or {}
         return LocalImage(
             id=found["Id"],
@@ -255,6 +311,80 @@ class Docker:
             env=tuple(config.get("Env") or ()),
             workdir=config.get("WorkingDir") or "/",
         )
+
+    async def base_image(self, container: str) -> BaseImage:
+        """Return the image of a container as a base.
+
+        Raises:
+            UnknownImage: it was removed.
+            DockerError: Docker refused, or did not answer.
+        """
+
+        def inspect() -> Mapping[str, Any]:
+            image = self._api.inspect_container(container)["Image"]
+            found: Mapping[str, Any] = self._api.inspect_image(image)
+            return found
+
+        found = await self._run(inspect)
+        return BaseImage(
+            tuple((found.get("RootFS") or {}).get("Layers") or ()),
+            dict(found.get("Config") or {}),
+            str(found.get("Architecture")),
+            str(found.get("Os")),
+        )
+
+    async def load(self, archive: Callable[[], Iterator[bytes]]) -> None:
+        """Load images from an archive in the form of `docker save`. Layers that are here already can be missing.
+
+        Raises:
+            DockerError: Docker refused it, or did not answer. It is not known whether an image was loaded.
+        """
+
+        def post() -> None:
+            url = self._slow._url("/images/load")
+            answer = self._slow.post(url, data=archive(), params={"quiet": 1}, stream=True, timeout=_IMPORT_TIMEOUT)
+            self._slow._raise_for_status(answer)
+            for line in answer.iter_lines():
+                if problem := json.loads(line or "{}").get("error"):
+                    raise DockerError(f"docker load: {problem}"[:500])
+
+        await self._run(post, pool=self._loading)
+
+    async def snapshots(self) -> tuple[SnapshotImage, ...]:
+        """Return the snapshots of this server that are images."""
+        filters = {"label": [SNAPSHOT_LABEL, f"{INSTANCE_LABEL}={self._instance}"]}
+        found = await self._run(lambda: self._api.images(filters=filters))
+        result = {}
+        for item in found:
+            labels = item.get("Labels") or {}
+            name, size = labels[SNAPSHOT_LABEL], labels.get(SNAPSHOT_BYTES_LABEL, "")
+            if snapshot_name(self._instance, name) in (item.get("RepoTags") or ()):
+                result[name] = SnapshotImage(name, int(size) if size.isdigit() else 0)
+        return tuple(result.values())
+
+    async def remove_snapshot(self, snapshot: str) -> None:
+        """Remove the image of a snapshot, if it exists.
+
+        Raises:
+            ImageInUse: a container uses it.
+            DockerError: Docker refused, or did not answer.
+        """
+        name = snapshot_name(self._instance, snapshot)
+        try:
+            await self._run(lambda: self._api.remove_image(name))
+        except UnknownImage:
+            pass
+        except DockerError as error:
+            if getattr(error.__cause__, "status_code", None) == 409:
+                raise ImageInUse("a container uses the image") from error
+            raise
+
+    async def top_layer(self, snapshot: str) -> Path | None:
+        """Return the directory of a snapshot's own layer; None if the storage driver is not overlay2."""
+        name = snapshot_name(self._instance, snapshot)
+        found = (await self._run(lambda: self._api.inspect_image(name))).get("GraphDriver") or {}
+        upper = (found.get("Data") or {}).get("UpperDir")
+        return Path(upper) if found.get("Name") == "overlay2" and upper else None
 
     async def image_facts(self, name: str) -> ImageFacts:
         """Return what people may know of the image `name`, which can be an id.
@@ -275,19 +405,6 @@ class Docker:
             workdir=config.get("WorkingDir") or "/",
             layers=tuple((found.get("RootFS") or {}).get("Layers") or ()),
         )
-
-    async def load_image(self, archive: Iterator[bytes]) -> None:
-        """Load an archive of one image without a name.
-
-        Raises:
-            DockerError: Docker refuses it, or does not answer.
-        """
-        await self._run(lambda: self._load(archive))
-
-    def _load(self, archive: Iterator[bytes]) -> None:
-        for said in self._slow.load_image(archive, quiet=True):
-            if "error" in said:
-                raise self._errors.APIError(str(said["error"])[:300])
 
     async def tag_image(self, ident: str, repository: str, tag: str) -> None:
         """Give an image another tag."""
@@ -434,7 +551,8 @@ class Docker:
         upper, work = ((driver.get("Data") or {}).get(name) for name in ("UpperDir", "WorkDir"))
         if driver.get("Name") != "overlay2" or not upper or not work or Path(upper).parent != Path(work).parent:
             return Layout(None, mounts)
-        return Layout(Path(upper).parent, mounts)
+        lower = str((driver.get("Data") or {}).get("LowerDir") or "")
+        return Layout(Path(upper).parent, mounts, tuple(map(Path, filter(None, lower.split(":")))))
 
     async def storage(self) -> str:
         """Return the name of the daemon's storage driver."""

@@ -155,6 +155,7 @@ def _overlay(layers: list[int], written: int, work: int) -> None:
     """Mount the root file system from detached mounts `layers`, topmost first, and two open directories."""
     places = [_put(tree, _directory(str(index))) for index, tree in enumerate(layers)]
     options = f"lowerdir={':'.join(places)},upperdir=/proc/self/fd/{written},workdir=/proc/self/fd/{work},index=off"
+    options += ",redirect_dir=off,metacopy=off"  # a snapshot captures the upper directory alone
     _mount("overlay", _ROOT, "overlay", 0, options)
 
 

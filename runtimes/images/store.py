@@ -322,7 +322,7 @@ class ImageStore:
         await self._write(Catalogue(self._catalogue.entries, (*self._catalogue.leaving, pending)))
         try:
             if found.verified is not None:
-                await self._docker.load_image(found.verified.archive())
+                await self._docker.load(found.verified.archive)
             if (await self._docker.image_facts(found.id)).id != found.id:
                 raise wire.RequestError(wire.Code.DOCKER, "Docker has another image than was verified")
             await self._docker.tag_image(found.id, repository, tag)

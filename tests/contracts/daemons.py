@@ -18,6 +18,7 @@ type Answers = dict[str, frozenset[str] | str]
 
 NAME = f"sbx-{'c' * 24}"
 OTHER = f"sbx-{'d' * 24}"
+SNAPSHOT = "00000000-0000-4000-8000-000000000000"
 HOST = "api.example.org"
 INLINE = "inline:token"
 
@@ -116,6 +117,10 @@ HOSTD = (
     _ask("the volumes", hostd.ListVolumes(), {"volumes"}),
     _ask("the removal of an unknown volume", hostd.RemoveVolume("none"), "unknown_volume"),
     _step("the removal of a path as a volume", "remove_volume", "invalid", name="../none"),
+    _ask("the snapshots", hostd.ListSnapshots(), {"snapshots"}),
+    _ask("a snapshot of an unknown sandbox", hostd.TakeSnapshot(OTHER, SNAPSHOT), "unknown_sandbox"),
+    _step("a snapshot of no id", "take_snapshot", "invalid", sandbox=OTHER, snapshot="../x"),
+    _ask("the removal of an unknown snapshot", hostd.RemoveSnapshot(SNAPSHOT), set()),
     _step("a launch of nothing", "launch", "invalid"),
 )
 

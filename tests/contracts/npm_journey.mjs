@@ -141,12 +141,28 @@ try {
   await manager.resumeSandbox(sandbox.id);
   seen.paused.push(text(await commands.run("echo managed")));
 
+  await files.writeFiles([{ path: "/root/kept", data: "by npm" }]);
+  let snapshot = await manager.createSnapshot(sandbox.id, { name: "npm" });
+  seen.snapshot = [snapshot.status.state];
+  while (snapshot.status.state === "Creating") snapshot = await manager.getSnapshot(snapshot.id);
+  seen.snapshot.push(snapshot.status.state, snapshot.name, snapshot.sandboxId === sandbox.id);
+  const kept = await manager.listSnapshots({ sandboxId: sandbox.id });
+  seen.snapshot.push(kept.items.map((item) => item.id === snapshot.id));
+  const restored = await Sandbox.create({
+    connectionConfig, snapshotId: snapshot.id, extensions: { "sallyport.runtime": runtime },
+  });
+  seen.snapshot.push(await restored.files.readFile("/root/kept"));
+  seen.snapshot.push(await refused(() => manager.deleteSnapshot(snapshot.id)));
+  await restored.kill();
+  await restored.close();
+  await manager.deleteSnapshot(snapshot.id);
+  seen.snapshot.push(await refused(() => manager.getSnapshot(snapshot.id)));
+
   seen.refused = {
     pause: pausedAgain,
     resume: await refused(() => manager.resumeSandbox(sandbox.id)),
     signed: await refused(() => sandbox.getSignedEndpoint(8000, Math.floor(Date.now() / 1000) + 60)),
-    snapshot: await refused(() => manager.createSnapshot(sandbox.id, { name: "x" })),
-    snapshots: await refused(() => manager.listSnapshots()),
+    snapshot: await refused(() => manager.getSnapshot("unknown")),
     image: await refused(() => Sandbox.create({ connectionConfig, image: "unknown:1" })),
     volume: await refused(() => Sandbox.create({
       connectionConfig, image: "sallyport/base", volumes: [{ name: "v", host: { path: "/tmp" }, mountPath: "/mnt" }],

@@ -326,13 +326,33 @@ def test_osb_changes_what_leaves_and_with_which_secret(osb: Osb, internet: Inter
     assert 1 == osb("credential-vault", "get", osb.id)[0]
 
 
+def test_osb_takes_lists_restores_and_removes_snapshots(osb: Osb) -> None:
+    """A sandbox that begins with a snapshot has the file of its source."""
+    osb.told("file", "write", osb.id, "/root/kept", "-c", "by osb")
+    snapshot = osb.json("snapshot create", osb.id, "--name", "osb")["id"]
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while (state := osb.json("snapshot get", snapshot)["status"]["state"]) == "Creating":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    listed = osb.json("snapshot list", "--name", "osb")
+    restored = osb.json("sandbox create", "--snapshot-id", snapshot, "--timeout", "10m")["id"]
+    told = osb.told("file", "cat", restored, "/root/kept")
+    osb.told("sandbox", "kill", restored)
+    osb.told("snapshot", "delete", snapshot)
+
+    assert "Ready" == state
+    assert snapshot in json.dumps(listed)
+    assert "by osb" in told
+    assert 1 == osb("snapshot", "get", snapshot)[0]
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [
         ("sandbox pause sbx-000000000000000000000000", "DOCKER::SANDBOX_NOT_FOUND"),
         ("sandbox resume {id}", "DOCKER::SANDBOX_NOT_PAUSED"),
-        ("snapshot create {id}", "SNAPSHOT::NOT_IMPLEMENTED"),
-        ("snapshot list", "SNAPSHOT::NOT_IMPLEMENTED"),
+        ("snapshot delete unknown", "SNAPSHOT::NOT_FOUND"),
+        ("sandbox create --snapshot-id unknown", "SNAPSHOT::NOT_FOUND"),
         ("snapshot get unknown", "SNAPSHOT::NOT_FOUND"),
         ("diagnostics logs {id} --scope process", "DIAGNOSTICS_SCOPE_UNSUPPORTED"),
         ("diagnostics events sbx-000000000000000000000000 --scope all", "DOCKER::SANDBOX_NOT_FOUND"),
@@ -513,12 +533,15 @@ def test_the_npm_sdk(
         "served": "served\n",
         "connected": "again\n",
         "paused": ["Paused", False, "resumed\n", "Paused", "managed\n"],
+        "snapshot": [
+            *("Creating", "Ready", "npm", True, [True], "by npm"),
+            *([409, "SNAPSHOT::DELETE_CONFLICT"], [404, "SNAPSHOT::NOT_FOUND"]),
+        ],
         "refused": {
             "pause": [409, "DOCKER::SANDBOX_NOT_RUNNING"],
             "resume": [409, "DOCKER::SANDBOX_NOT_PAUSED"],
             "signed": [400, "SANDBOX::API_NOT_SUPPORTED"],
-            "snapshot": [501, "SNAPSHOT::NOT_IMPLEMENTED"],
-            "snapshots": [501, "SNAPSHOT::NOT_IMPLEMENTED"],
+            "snapshot": [404, "SNAPSHOT::NOT_FOUND"],
             "image": [400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED"],
             "volume": [400, "VOLUME::HOST_PATH_NOT_ALLOWED"],
             "key": [401, "INVALID_API_KEY"],

@@ -140,6 +140,7 @@ LIFECYCLE: dict[Route, list[Any]] = {
     ],
     ("PATCH", "/sandboxes/{sandbox}/networkpolicy"): [RULES[:2]],
     ("DELETE", "/sandboxes/{sandbox}/networkpolicy"): [["api.example.org"]],
+    ("POST", "/sandboxes/{sandbox}/snapshots"): [{"name": "n"}],
     ("POST", "/pools"): [POOL],
     ("PUT", "/pools/{pool}"): [{"capacitySpec": POOL["capacitySpec"]}],
     ("POST", "/metrics/events"): [

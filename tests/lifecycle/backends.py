@@ -24,6 +24,7 @@ ON_BOTH = frozenset(
         "test_races",
         "test_registry",
         "test_schema",
+        "test_snapshots",
         "test_transactions",
     }
 )

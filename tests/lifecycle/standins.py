@@ -33,6 +33,7 @@ from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.serve import http_settings, prepare
+from lifecycle.snapshots.snapshot import SnapshotBounds
 from policy.compiled import CompiledPolicy
 from policy.compiler import Compiler
 from policy.document import PolicyDocument
@@ -46,6 +47,7 @@ from wire.operations import parameters
 
 KEY = "test-api-key-0123456789"
 IMAGE = "base:latest"
+SNAPSHOT_BYTES = 4096
 DATABASE: DatabaseConfig | None = None
 """The state database of the servers. Fixture `backend` sets it."""
 
@@ -140,6 +142,10 @@ class StandInHostd(StandIn):
         """The output of each sandbox's entrypoint."""
         self.gone: set[str] = set()
         """The sandboxes whose gateway has ended. The next gateway begins with the policy in `policies`."""
+        self.snapshots: dict[str, int | None] = {}
+        """The bytes of each snapshot; None while it is being taken."""
+        self.used: dict[str, str] = {}
+        """The snapshots that sandboxes began with, by sandbox."""
         self.ports: list[int] = []
         self._run_dir = run_dir
         self._relays: set[asyncio.Task[None]] = set()
@@ -179,15 +185,38 @@ class StandInHostd(StandIn):
                 raise wire.RequestError(wire.Code.UNKNOWN_VOLUME, name)
             case hostd.List():
                 return parameters(hostd.Listed(tuple(self.sandboxes.values())))
+            case hostd.TakeSnapshot(sandbox, snapshot):
+                return parameters(self._take(sandbox, snapshot))
+            case hostd.RemoveSnapshot(snapshot):
+                if snapshot in self.used.values():
+                    raise wire.RequestError(wire.Code.BUSY, "a sandbox uses the snapshot")
+                self.snapshots.pop(snapshot, None)
+            case hostd.ListSnapshots():
+                held = (hostd.HeldSnapshot(name, size) for name, size in self.snapshots.items())
+                return parameters(hostd.HeldSnapshots(tuple(held)))
             case _:
                 raise wire.RequestError(wire.Code.FORBIDDEN, op)
         return {}
+
+    def _take(self, sandbox: str, snapshot: str) -> hostd.SnapshotTaken:
+        if sandbox not in self.sandboxes:
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
+        if self.sandboxes[sandbox].state is not HostState.RUNNING:
+            raise wire.RequestError(wire.Code.NOT_RUNNING, "the sandbox does not run")
+        if snapshot in self.snapshots:
+            raise wire.RequestError(wire.Code.EXISTS, "there is a snapshot of this id")
+        self.snapshots[snapshot] = SNAPSHOT_BYTES
+        return hostd.SnapshotTaken(SNAPSHOT_BYTES)
 
     async def _launch(self, launch: hostd.Launch) -> hostd.PolicyInForce:
         try:
             check_launch(launch)
         except ValueError as error:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
+        if launch.snapshot is not None:
+            if self.snapshots.get(launch.snapshot) is None:
+                raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host")
+            self.used[launch.sandbox] = launch.snapshot
         policy = await self._compiled(launch.selection)
         name = launch.sandbox
         self.policies[name] = policy
@@ -230,6 +259,7 @@ class StandInHostd(StandIn):
             await self.slow[sandbox].wait()
         printed = self._printed(sandbox, lines) if lines and sandbox in self.sandboxes else None
         self.sandboxes.pop(sandbox, None)
+        self.used.pop(sandbox, None)
         listener = self.listeners.pop(sandbox, None)
         if listener is not None:
             listener.close()
@@ -489,6 +519,7 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
             ),
             daemon_uids=dict.fromkeys(("hostd", "vaultd", "auditd"), os.getuid()),
             bounds=BOUNDS,
+            snapshots=SnapshotBounds(1000, 1 << 30),
             allowed_hosts=(),
             external_base="",
             ignored_fields=(),

@@ -30,6 +30,7 @@ def launch_message(**changes: Any) -> dict[str, Any]:
         "execd_token_sha256": "0" * 64,
         "selection": '{"policy_name": null, "network_policy": null, "bindings": []}',
         "volumes": [],
+        "snapshot": None,
     } | changes
 
 
@@ -85,6 +86,7 @@ def host_config(**changes: Any) -> dict[str, Any]:
             "disk_bytes": 1 << 34,
             "sandboxes": 2,
         },
+        "snapshots": {"count": 100, "bytes_each": 1 << 30, "bytes_total": 1 << 32},
         "launch_concurrency": 4,
         "volumes": {"allowed_host_paths": [], "default_bytes": 1 << 30, "max_bytes": 1 << 34, "max_count": 4},
         "processes": processes,

@@ -123,6 +123,7 @@ class Hostd:
                 "disk_bytes": 128 << 20,
                 "sandboxes": 8,
             },
+            "snapshots": {"count": 100, "bytes_each": 1 << 30, "bytes_total": 1 << 32},
             "launch_concurrency": 4,
             "volumes": {"allowed_host_paths": [], "default_bytes": 1 << 30, "max_bytes": 1 << 34, "max_count": 4},
             "processes": processes,
@@ -207,6 +208,7 @@ class Hostd:
             "ca_root": opened.root_pem,
             "execd_token_sha256": "0" * 64,
             "selection": json.dumps({"note": "first"}),
+            "snapshot": None,
         }
         self.ask(Launch(**(launch | changes)))
         return sandbox

@@ -35,8 +35,11 @@ TEXTS = ("", "a", "sbx-1", "0" * 64, "gateway", "vault", "é\ud800", "x" * 70, "
 NUMBERS = (-1, 0, 1, 5000, 2**31, 2**53 - 1, 2**53)
 
 
+SNAPSHOT = "00000000-0000-4000-8000-000000000000"
 DRAWN: dict[type, dict[str, tuple[str | int, ...]]] = {
-    hostd.Launch: {"sandbox": ("a", "sbx-1"), "cpu_nanos": (10**6, 10**9), "memory_bytes": (6 << 20, 2**40)}
+    hostd.Launch: {"sandbox": ("a", "sbx-1"), "cpu_nanos": (10**6, 10**9), "memory_bytes": (6 << 20, 2**40)},
+    hostd.TakeSnapshot: {"snapshot": (SNAPSHOT, "x")},
+    hostd.RemoveSnapshot: {"snapshot": (SNAPSHOT, "")},
 }
 """Values for fields that would refuse most values."""
 

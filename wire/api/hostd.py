@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from wire.api.states import HostState
-from wire.ids import check_digest, check_sandbox
+from wire.ids import check_digest, check_sandbox, check_snapshot
 from wire.operations import Done, Operations, Request
 
 MOST_TEXT: Final = 128 * 1024
@@ -331,7 +331,7 @@ class Launch(Request[PolicyInForce]):
     It cannot name capabilities, devices or namespaces, and no mounts but its volumes.
 
     Attributes:
-        image: a name of an image of this host.
+        image: a name of an image of this host; of no effect with a snapshot.
         entrypoint: the program and its arguments.
         env: variables of the sandbox.
         cpu_nanos: processor time, in billionths of a processor.
@@ -343,6 +343,7 @@ class Launch(Request[PolicyInForce]):
         execd_token_sha256: of the token that execd accepts, in hexadecimal.
         selection: which policy the sandbox has, as a JSON text. Only the compiler reads it.
         volumes: what is mounted into the sandbox besides its root file system.
+        snapshot: the snapshot whose file system the sandbox begins with; None for that of the image.
     """
 
     sandbox: str
@@ -360,10 +361,13 @@ class Launch(Request[PolicyInForce]):
     execd_token_sha256: str
     selection: str = field(repr=False)
     volumes: tuple[VolumeMount, ...] = ()
+    snapshot: str | None = None
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
         check_digest(self.execd_token_sha256)
+        if self.snapshot is not None:
+            check_snapshot(self.snapshot)
         _bounded(self.entrypoint, 1, _MOST_ARGUMENTS, "arguments")
         _bounded(self.env, 0, _MOST_ENTRIES, "variables")
         _bounded(self.ca_root, 1, _MOST_ROOT, "characters of ca_root")
@@ -605,6 +609,60 @@ class RemoveVolume(Request[Done]):
         check_volume_name(self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """A snapshot that is complete: the bytes of its layer."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot(Request[SnapshotTaken]):
+    """Take a snapshot of what a running sandbox has written. The sandbox is frozen for a part of the time.
+
+    After a refusal nothing of the snapshot is left: `not_running`, also for a paused sandbox; `busy` during another
+    snapshot of the sandbox; `full` at a limit of the host; `too_large` over a limit of one snapshot; `image` if the
+    content cannot be a layer of an image; `timeout`; `exists`. If the caller leaves, the snapshot is completed.
+    """
+
+    sandbox: str
+    snapshot: str
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        check_snapshot(self.snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveSnapshot(Request[Done]):
+    """Remove a snapshot. An unknown one is no error. One that a sandbox uses, or that is being taken, is `busy`."""
+
+    snapshot: str
+
+    def __post_init__(self) -> None:
+        check_snapshot(self.snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """A snapshot on this host. `bytes` is None while it is being taken."""
+
+    snapshot: str
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshots:
+    """All snapshots on this host."""
+
+    snapshots: tuple[HeldSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListSnapshots(Request[HeldSnapshots]):
+    """Ask for the snapshots on this host."""
+
+
 def _unfit(text: str) -> bool:
     return "\0" in text or len(text) > MOST_TEXT
 
@@ -623,6 +681,6 @@ IMAGE_REQUESTS: Final = (AddImage, AliasImage, ListImages, ShowImage, RemoveImag
 """What only root may ask."""
 OPERATIONS: Final = Operations(
     *(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput),
-    *(ListVolumes, RemoveVolume),
+    *(ListVolumes, RemoveVolume, TakeSnapshot, RemoveSnapshot, ListSnapshots),
     *IMAGE_REQUESTS,
 )

@@ -18,6 +18,7 @@ from lifecycle.sandboxes.pools import Pools
 from lifecycle.sandboxes.registry import Registry
 from lifecycle.sandboxes.rows import Rows
 from lifecycle.sandboxes.transaction import Creations
+from lifecycle.snapshots.service import Snapshots
 
 KEY_LABEL = "key_label"
 """The part of a request's state with the label of its API key."""
@@ -53,6 +54,7 @@ class Context:
     route_keys: RouteKeys
     journal: Journal
     limits: SandboxLimits
+    snapshots: Snapshots
     external_base: str = ""
     ignored_fields: frozenset[str] = frozenset()
     counters: Counters = field(default_factory=Counters)

@@ -1,21 +1,22 @@
 """`/sandboxes`: create, list, get, delete, metadata, pause, resume, renew."""
 
 import asyncio
-import math
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lifecycle.api import models
+from lifecycle.api.errors import ApiError
 from lifecycle.api.rendered import answer
-from lifecycle.api.routes.context import KEY_LABEL, Server
+from lifecycle.api.routes.context import KEY_LABEL, Context, Server
 from lifecycle.api.routes.strict import StrictRoute
 from lifecycle.sandboxes.creation import plan
 from lifecycle.sandboxes.labels import parse_filter
 from lifecycle.sandboxes.moments import timestamp
 from lifecycle.sandboxes.registry import Sandbox
 from lifecycle.sandboxes.transaction import Creation, Creations
+from lifecycle.snapshots.snapshot import Snapshot
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -24,9 +25,20 @@ router = APIRouter(route_class=StrictRoute)
 async def create(server: Server, body: models.Create, request: Request) -> JSONResponse:
     """Create a sandbox."""
     key_label = str(getattr(request.state, KEY_LABEL, ""))
-    creation = await server.creations.begin(plan(body, server.limits), key_label)
+    creation = await server.creations.begin(plan(body, server.limits, await _source(server, body)), key_label)
     row = await _unless_gone(server.creations, creation, request)
     return JSONResponse(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
+
+
+async def _source(server: Context, body: models.Create) -> Snapshot | ApiError | None:
+    """Return the snapshot that the body names, or the error that it causes, which other errors can precede."""
+    snapshot = (body.snapshot_id or "").strip()
+    if not snapshot:
+        return None
+    try:
+        return await server.snapshots.source(snapshot)
+    except ApiError as error:
+        return error
 
 
 async def _unless_gone(creations: Creations, creation: Creation, request: Request) -> Sandbox:
@@ -63,13 +75,7 @@ async def list_sandboxes(
     """List sandboxes, newest first."""
     wanted = {} if metadata is None else parse_filter(metadata)
     rows, total = await server.registry.page(state or [], wanted, page, page_size)
-    pagination = {
-        "page": page,
-        "pageSize": page_size,
-        "totalItems": total,
-        "totalPages": math.ceil(total / page_size),
-        "hasNextPage": page * page_size < total,
-    }
+    pagination = models.pagination(page, page_size, total)
     return answer(server.rendered.page(rows, pagination))
 
 

@@ -1,0 +1,1 @@
+"""Snapshots of sandboxes: their rows, their creation, removal and recovery."""
