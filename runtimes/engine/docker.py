@@ -628,9 +628,12 @@ class Docker:
         call: Callable[[], Any],
         *,
         pool: ThreadPoolExecutor | None = None,
-        seconds: float = _LOOK_SECONDS,
+        seconds: float | None = None,
     ) -> Any:
         """Run `call` in the pool for queries, and wait some seconds; callers with the same `what` share one answer.
+
+        Args:
+            seconds: the limit of the wait, if it is not the usual one.
 
         Raises:
             DockerError: Docker refused, or does not answer in time.
@@ -642,7 +645,7 @@ class Docker:
             )
             look.add_done_callback(lambda ended: self._looked(what, ended))
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(_LOOK_SECONDS if seconds is None else seconds):
                 return await asyncio.shield(look)
         except TimeoutError:
             raise DockerError("docker did not answer in time") from None

@@ -47,13 +47,19 @@ NEEDED = {
     ("vault", "put"): ["name", "--host", "a.example"],
     ("vault", "rotate"): ["name"],
     ("vault", "delete"): ["name"],
+    ("image", "add"): ["tool.tar"],
+    ("image", "alias"): ["name", "alias"],
+    ("image", "show"): ["name"],
+    ("image", "remove"): ["name"],
+    ("volume", "remove"): ["name"],
 }
 
 
 def test_every_command_is_known_here() -> None:
     """A control for the tests below: their list has every command."""
-    assert {"serve", "doctor", "init-config", "policy", "vault", "audit"} == {words[0] for words in LEAVES}
-    assert 14 == len(LEAVES)
+    first = {"serve", "doctor", "init-config", "policy", "vault", "image", "volume", "audit"}
+    assert first == {words[0] for words in LEAVES}
+    assert 21 == len(LEAVES)
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

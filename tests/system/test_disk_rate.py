@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
-from runtimes.engine.disk import Disks, _mounted
+from runtimes.engine.disk import Disks, mount_points
 from runtimes.process.cgroups import container_group, controller_mounts
 from testbed.stack import Stack
 from tests.stacks import beside
@@ -149,7 +149,7 @@ def test_the_page_cache_is_written_at_the_rate_too(slow: Stack, runtime: str) ->
 
 def flush(number: str) -> float:
     """Write the page cache of a device. Return the seconds."""
-    fd = os.open(_mounted({number})[0], os.O_RDONLY)
+    fd = os.open(mount_points({number})[0], os.O_RDONLY)
     try:
         began = time.monotonic()
         assert 0 == ctypes.CDLL(None).syncfs(fd)

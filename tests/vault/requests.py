@@ -19,6 +19,7 @@ ADMINISTRATION: dict[str, Request[Any]] = {
     "list": vaultd.List(),
     "rekey": vaultd.Rekey(),
     "attach": vaultd.Attach(SANDBOX, 1),
+    "write_login": vaultd.WriteLogin("token", "good.test", 443),
 }
 SANDBOXES: dict[str, Request[Any]] = {
     "open_sandbox": vaultd.OpenSandbox(SANDBOX, "lin-1", (GRANT.form,), {"inline:a": vaultd.Value("x")}, None, ("*",)),
