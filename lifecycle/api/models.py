@@ -241,6 +241,8 @@ class Create(Model):
                 raise ValueError("entrypoint is required when image is given.")
         elif self.template_id is not None and (image or snapshot):
             raise ValueError("Exactly one of image, snapshotId or templateId must be given.")
+        if snapshot and pool:
+            raise ValueError("snapshotId cannot be combined with poolRef.")
         if self.lifecycle is not None and (pool or self.template_id is not None):
             raise ValueError("lifecycle cannot be combined with poolRef or templateId.")
         for name in _RESERVED_ENV & (self.env or {}).keys():

@@ -190,6 +190,7 @@ def _claim(request: Create, extensions: Mapping[str, str]) -> MemberClaim | None
         return None
     for field_name, given in (
         ("templateId", request.template_id is not None),
+        ("snapshotId", bool((request.snapshot_id or "").strip())),
         ("volumes", bool(request.volumes)),
         (f"extensions: {ISOLATION_EXTENSION}", ISOLATION_EXTENSION in extensions),
     ):

@@ -204,6 +204,17 @@ async def test_a_claim_with_a_part_that_has_no_effect_is_refused(
     assert [True] == [row.idle for row in await rows(server)]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"snapshotId": "5f2b1c0d-0000-4000-8000-000000000000"}, {"lifecycle": {"preStart": {"command": ["a"]}}}]
+)
+async def test_a_claim_with_what_the_contract_excludes_is_422(server: World, changes: dict[str, Any]) -> None:
+    await made(server)
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=CLAIM | changes)
+    assert (422, True) == (answer.status_code, "poolRef" in answer.json()["message"]), answer.text
+    assert [True] == [row.idle for row in await rows(server)]
+
+
 async def test_a_claim_of_an_unknown_pool_is_404(server: World) -> None:
     async with server.client() as client:
         answer = await client.post("/v1/sandboxes", json=CLAIM)
