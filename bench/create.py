@@ -5,6 +5,7 @@
 - `ours` is the difference of each pair of neighbouring rounds. The processor time of the calling process itself is
   subtracted from both, because the SDK's clients belong neither to Docker nor to Sallyport. The difference is small
   also because the shim removes a hook of Docker's. The parts show where the time is spent in any case.
+- A sandbox from a pool is claimed with the same policy and secret. The pool makes its next member after it.
 - Every sandbox is new, and has a policy and a bound secret. hostd makes an empty slot ahead of need; it does this in
   the pauses between two measurements, so neither of them counts it.
 """
@@ -15,11 +16,12 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import docker
+import httpx
 
 from bench.figures import Figure, Goal
 from bench.fixture import BenchError, Fixture, wait_until
@@ -30,6 +32,7 @@ from testbed.stack import IMAGE, Stack
 PLAIN = {"runc": "runc", "runsc": "plain-runsc"}
 WHOLE = {"runc": 400.0, "runsc": 600.0}
 OURS = 80.0
+POOL = 60.0
 _LAUNCHED = re.compile(r"launched (\S+) on \S+: (\{.*\})")
 _REST_SECONDS = 1.5
 _PARTS = ("slot", "gateway", "create", "start", "launch")
@@ -43,6 +46,7 @@ def measure(fixture: Fixture, rounds: int) -> list[Figure]:
         figures: list[Figure] = []
         for runtime in PLAIN:
             figures += _runtime(fixture, api, runtime, rounds)
+            figures.append(_from_a_pool(fixture, runtime, rounds))
         return figures
     finally:
         api.close()
@@ -83,20 +87,45 @@ def _runtime(fixture: Fixture, api: Any, runtime: str, rounds: int) -> list[Figu
     ]
 
 
+def _from_a_pool(fixture: Fixture, runtime: str, rounds: int) -> Figure:
+    """Measure sandboxes of a pool with one idle member, on the way of `_sallyport`."""
+    headers = {"OPEN-SANDBOX-API-KEY": fixture.stack.api_key}
+    container = {"image": IMAGE, "resources": {"limits": {"cpu": "1", "memory": "2Gi"}}}
+    body = {
+        "name": "bench",
+        "template": {"spec": {"containers": [container], "runtimeClassName": runtime}},
+        "capacitySpec": {"bufferMin": 1, "bufferMax": 1, "poolMin": 0, "poolMax": 2},
+    }
+    whole = []
+    with httpx.Client(base_url=f"{fixture.stack.base}/v1", headers=headers, timeout=60, trust_env=False) as client:
+        client.post("/pools", json=body).raise_for_status()
+        for _ in range(rounds):
+            wait_until(lambda: client.get("/pools/bench").json()["status"]["available"] == 1, "a member is idle")
+            time.sleep(_REST_SECONDS)
+            _, _, to_result, _ = _sallyport(fixture, runtime, {"poolRef": "bench"})
+            whole.append(to_result)
+        client.delete("/pools/bench").raise_for_status()
+    return Figure(
+        f"create {runtime}: from a pool", "ms", whole, f"create {runtime}: Docker alone", Goal("median", POOL)
+    )
+
+
 def launched(stack: Stack) -> dict[str, dict[str, float]]:
     """Return the parts of the launch of each sandbox in milliseconds, as hostd timed them, from its log."""
     return {name: json.loads(parts) for name, parts in _LAUNCHED.findall(stack.log.read_text())}
 
 
-def _sallyport(fixture: Fixture, runtime: str) -> tuple[str, float, float, float]:
-    """Measure one sandbox.
+def _sallyport(
+    fixture: Fixture, runtime: str, extensions: Mapping[str, str] | None = None
+) -> tuple[str, float, float, float]:
+    """Measure one sandbox, with `extensions` beside policy and runtime.
 
     Returns:
         Its id, and milliseconds until the SDK reports it as ready, until a command's result, and of this process's
         cpu.
     """
     began, spent = time.perf_counter(), time.process_time()
-    sandbox = fixture.create(runtime)
+    sandbox = fixture.create(runtime, extensions)
     ready = time.perf_counter()
     try:
         sandbox.commands.run("true")

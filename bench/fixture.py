@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +76,9 @@ class Fixture:
         """Return the far end's notes, from number `since` on."""
         return whole_lines(self.internet.directory / "far-end.jsonl")[since:]
 
-    def create(self, runtime: str) -> SandboxSync:
-        """Create a sandbox under the benchmarks' policy, with the unmodified SDK."""
-        return self.stack.create(runtime, policy="bench")
+    def create(self, runtime: str, more: Mapping[str, str] | None = None) -> SandboxSync:
+        """Create a sandbox under the benchmarks' policy, with the unmodified SDK, and with `more` extensions."""
+        return self.stack.create(runtime, policy="bench", more=more)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -206,9 +207,16 @@ data_root = "{self._docker_data}"
         """The SDK's configuration for a connection to this server."""
         return ConnectionConfigSync(domain=f"127.0.0.1:{self.port}", api_key=self.api_key)
 
-    def create(self, runtime: str, image: str = IMAGE, policy: str | None = "agents", **options: Any) -> SandboxSync:
-        """Create a sandbox with the unmodified SDK, under a named policy or with `options`."""
-        extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {})}
+    def create(
+        self,
+        runtime: str,
+        image: str = IMAGE,
+        policy: str | None = "agents",
+        more: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> SandboxSync:
+        """Create a sandbox with the unmodified SDK, under a named policy, with `more` extensions and `options`."""
+        extensions = {"sallyport.runtime": runtime, **({"sallyport.policy": policy} if policy else {}), **(more or {})}
         return SandboxSync.create(
             image, connection_config=self.connection, extensions=extensions, timeout=_LIFETIME, **options
         )
