@@ -104,8 +104,9 @@ class Volumes:
         try:
             device, inode = trees.identity(found)
             trees.mount(found, place, read_only=mount.read_only)
-        except OSError as error:
-            raise wire.RequestError(wire.Code.PATH, f"the volume cannot be mounted: {error.strerror}") from error
+        except OSError as error:  # also for a directory that a sandbox has removed since it was opened
+            code = wire.Code.SUB_PATH if mount.sub_path else wire.Code.PATH
+            raise wire.RequestError(code, f"the volume cannot be mounted: {error.strerror}") from error
         finally:
             os.close(found)
         return Staged(str(place), mount.target, mount.read_only, device, inode)

@@ -20,7 +20,7 @@ from runtimes.process.cgroups import container_group, controller_mounts
 from testbed.stack import Stack
 from tests.stacks import beside
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]  # one lane: limits in the root group are the whole host's
 
 RATE = 8_000_000
 SIZE = 32 << 20
@@ -170,7 +170,6 @@ def test_a_removal_waits_for_no_limit_and_leaves_none(slow: Stack, runtime: str)
     assert [] == list((slow.state / "hostd" / "disk-limits").iterdir())
 
 
-@pytest.mark.faults
 def test_the_next_start_removes_what_a_killed_one_left(slow: Stack) -> None:
     """Limits of sandboxes that it adopts stay. Those of others go, also of a device that is gone."""
     directory = slow.state / "hostd" / "disk-limits"

@@ -204,6 +204,7 @@ class Taken:
             "execd_token_sha256": "0" * 64,
             "selection": {"policy_name": "agents", "network_policy": None, "bindings": []},
             "volumes": [],
+            "snapshot": None,
         }
 
     def remove(self, sandbox: str) -> None:
