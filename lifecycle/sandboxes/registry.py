@@ -128,13 +128,16 @@ class Registry:
 
     async def close(self) -> None:
         """Close the database after the pending calls."""
+        if self._readers is not None:  # first: a connection that is in use meanwhile would stay open
+            reading = asyncio.ensure_future(asyncio.to_thread(self._readers.shutdown))
+            await asyncio.wait({reading}, timeout=self._table.patience)
+            self._table.interrupt()
+            await reading
         closing = self._thread.submit(self._table.close)
         await asyncio.wait({asyncio.wrap_future(closing)}, timeout=self._table.patience)
         self._table.interrupt()
         await asyncio.wrap_future(closing)
         self._thread.shutdown()
-        if self._readers is not None:
-            self._readers.shutdown()
 
     async def admit(self, sandbox: Sandbox, most: int, ceilings: Ceilings, given: "Given | None" = None) -> None:
         """Insert a sandbox, unless this server would have more than `most`, or a ceiling would be exceeded.
