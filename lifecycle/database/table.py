@@ -260,11 +260,14 @@ class SandboxTable:
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[Connection]:
-        """Lend a connection for a transaction that changes rows. If it fails, the rows in memory are read again."""
+        """Lend a connection for a transaction that changes rows. If it fails, the rows in memory are read again.
+
+        Not after a refusal of the block itself: the transaction has changed nothing then.
+        """
         try:
             with self._database.transaction() as connection:
                 yield connection
-        except BaseException:
+        except RegistryError:
             if self._resident is not None:
                 self._resident.forget()
             raise

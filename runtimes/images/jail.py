@@ -41,7 +41,7 @@ _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
 _CAPABILITIES = 64
-_SYS_PIVOT_ROOT = 155
+_SYS_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
 _OPEN_FILES = 256
 _MOST_ROOTS = 1 << 20
 
@@ -157,7 +157,7 @@ def _change_root(order: JailOrder) -> None:
     if order.task is Task.FETCH:
         _add_programs(order)
     os.chdir(root)
-    _check(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"."), "root")
+    _check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "root")
     _check(_libc.umount2(b".", _MNT_DETACH), "the former root")
     os.chdir("/work")
     _mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | nothing)
