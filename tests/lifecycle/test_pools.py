@@ -56,12 +56,12 @@ async def rows(server: World) -> list[Sandbox]:
 
 
 async def idle(server: World, number: int, name: str = "p") -> None:
-    """Wait until a pool has a number of idle members, and as many sandboxes at hostd as rows."""
+    """Wait until a pool has a number of idle members and none in progress, and hostd as many sandboxes as rows."""
 
     async def reached() -> bool:
         found = await rows(server)
-        ready = [row for row in found if row.idle and row.state is State.RUNNING and row.pool.startswith(f"{name}@")]
-        return len(ready) == number and len(found) == len(server.hostd.sandboxes)
+        states = [row.state for row in found if row.idle and row.pool.startswith(f"{name}@")]
+        return states == [State.RUNNING] * number and len(found) == len(server.hostd.sandboxes)
 
     await until(reached)
 
