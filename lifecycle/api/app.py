@@ -17,8 +17,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from lifecycle.about import PRODUCT
+from lifecycle.api.answers import ON_EACH_ROUTE
 from lifecycle.api.auth import BrowserGuard
 from lifecycle.api.credentials import KeyRing, RouteKeys, Tokens
+from lifecycle.api.document import document
 from lifecycle.api.edge import Edge
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid, no_database
 from lifecycle.api.routes import diagnostics, endpoints, networkpolicy, pools, sandboxes, snapshots, system, unsupported
@@ -292,13 +295,22 @@ def state_table(config: ServeConfig, clock: Clock) -> SandboxTable:
 
 
 def api(context: Context) -> FastAPI:
-    """Build the FastAPI application: every route under `/` and under `/v1`."""
-    app = FastAPI(title="Sallyport", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
+    """Build the FastAPI application: every route under `/` and under `/v1`. The OpenAPI document has those of `/v1`."""
+    app = FastAPI(
+        title=PRODUCT,
+        version="0.1.0",  # of the API, as the contract says
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        responses=ON_EACH_ROUTE,
+    )
     app.state.context = context
+    setattr(app, "openapi", functools.partial(document, app))  # noqa: B010 - FastAPI's way; mypy refuses to assign a method
     app.include_router(system.root)
     for prefix in ("/v1", ""):  # Routes are compared in this order, and the SDKs call those below /v1.
-        for module in (sandboxes, snapshots, diagnostics, endpoints, networkpolicy, pools, system, unsupported):
-            app.include_router(module.router, prefix=prefix)
+        for module in (sandboxes, snapshots, diagnostics, endpoints, networkpolicy, pools, system):
+            app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
+        app.include_router(unsupported.router, prefix=prefix, include_in_schema=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RegistryError, _no_database)
     app.add_exception_handler(RequestValidationError, _schema_error)

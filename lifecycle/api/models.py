@@ -13,13 +13,15 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from lifecycle.sandboxes.moments import timestamp
 from lifecycle.sandboxes.pool import Count, SandboxPool
@@ -40,7 +42,7 @@ class Model(BaseModel):
 
     model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
     NULLABLE: ClassVar[frozenset[str]] = frozenset()
-    """The fields for which null means that the field is absent."""
+    """The fields that may be null. Null means that the field is absent, unless the model says otherwise."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -48,6 +50,19 @@ class Model(BaseModel):
         if value is None and info.field_name not in cls.NULLABLE:
             raise PydanticCustomError("null", "must not be null; leave the field out")
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe a field as null only if null is accepted."""
+        described = handler(schema)
+        nullable = {cls.model_fields[name].alias for name in cls.NULLABLE}
+        for name, field in handler.resolve_ref_schema(described).get("properties", {}).items():
+            kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+            if name not in nullable and len(kinds) < len(field.get("anyOf", ())):
+                del field["anyOf"]
+                field.update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
+                field.pop("default", None)
+        return described
 
 
 class ImageAuth(Model):
@@ -196,7 +211,7 @@ class Volume(Model):
 class Create(Model):
     """The body of `POST /sandboxes`. `networkPolicy: null` is a policy that denies all."""
 
-    NULLABLE = frozenset({"timeout"})
+    NULLABLE = frozenset({"timeout", "network_policy"})
 
     image: Image | None = None
     snapshot_id: Text | None = None

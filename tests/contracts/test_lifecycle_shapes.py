@@ -242,12 +242,13 @@ async def test_every_route_but_two_asks_for_the_key(server: World) -> None:
     described = app.api(server.server.context).openapi()["paths"]
     open_to_all = []
     async with server.client(None) as client:
-        for path, operations in described.items():
-            for method in operations:
-                answer = await client.request(method.upper(), re.sub(r"\{.*?\}", "x", path))
-                if answer.status_code != 401:
-                    open_to_all.append(path)
-    assert len(described) > 30
+        for described_path, operations in described.items():
+            for path in dict.fromkeys((described_path, described_path.removeprefix("/v1"))):
+                for method in operations:
+                    answer = await client.request(method.upper(), re.sub(r"\{.*?\}", "x", path))
+                    if answer.status_code != 401:
+                        open_to_all.append(path)
+    assert len(described) >= 20
     assert ["/health", "/version"] == open_to_all
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from lifecycle.api.answers import DiagnosticsAnswer, answers
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.routes.context import Server
 from lifecycle.api.routes.strict import StrictRoute
@@ -27,6 +28,7 @@ _SINCE = re.compile(r"([0-9]{1,9})([smhd]?)", re.ASCII)
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _EVENT_SCOPES: dict[str, EventKind | None] = {**{str(scope): scope for scope in EventKind}, "all": None}
 _PART = "This server has no logs but the output of the container."
+_IN_BOTH_FORMS = answers(200, DiagnosticsAnswer, 404, text=True)
 
 type Name = Annotated[str | None, Query(max_length=64)]
 type Tail = Annotated[int | None, Query(ge=1, le=MOST_LINES)]
@@ -40,7 +42,11 @@ class ContentKind(StrEnum):
     EVENTS = "events"
 
 
-@router.get("/sandboxes/{sandbox}/diagnostics/logs", response_model=None)
+@router.get(
+    "/sandboxes/{sandbox}/diagnostics/logs",
+    response_model=None,
+    responses=_IN_BOTH_FORMS,
+)
 async def logs(
     server: Server,
     sandbox: str,
@@ -59,7 +65,11 @@ async def logs(
     return _json(sandbox, ContentKind.LOGS, name, content, (_PART,) if name == "all" else ())
 
 
-@router.get("/sandboxes/{sandbox}/diagnostics/events", response_model=None)
+@router.get(
+    "/sandboxes/{sandbox}/diagnostics/events",
+    response_model=None,
+    responses=_IN_BOTH_FORMS,
+)
 async def events(server: Server, sandbox: str, scope: Name = None, limit: Limit = None) -> Response:
     """Return the newest events of the sandbox."""
     if scope is None:
@@ -70,13 +80,17 @@ async def events(server: Server, sandbox: str, scope: Name = None, limit: Limit 
     return _json(sandbox, ContentKind.EVENTS, name, content)
 
 
-@router.get("/sandboxes/{sandbox}/diagnostics/inspect", response_model=None)
+@router.get(
+    "/sandboxes/{sandbox}/diagnostics/inspect", response_class=PlainTextResponse, responses=answers(200, None, 404)
+)
 async def inspect(server: Server, sandbox: str) -> Response:
     """Return a description of the sandbox."""
     return _text(await server.diagnostics.inspect(sandbox))
 
 
-@router.get("/sandboxes/{sandbox}/diagnostics/summary", response_model=None)
+@router.get(
+    "/sandboxes/{sandbox}/diagnostics/summary", response_class=PlainTextResponse, responses=answers(200, None, 404)
+)
 async def summary(server: Server, sandbox: str, tail: Tail = None, event_limit: Limit = None) -> Response:
     """Return description, events and output."""
     return _text(await server.diagnostics.summary(sandbox, tail or 50, event_limit or 20))

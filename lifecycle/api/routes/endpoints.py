@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from lifecycle.api.answers import EndpointAnswer, answers
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.routes.context import Server
 from lifecycle.api.routes.strict import StrictRoute
@@ -20,7 +21,7 @@ router = APIRouter(route_class=StrictRoute)
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~\[\]:-]{1,255}")
 
 
-@router.get("/sandboxes/{sandbox}/endpoints/{port}")
+@router.get("/sandboxes/{sandbox}/endpoints/{port}", responses=answers(200, EndpointAnswer, 404))
 async def endpoint(
     server: Server,
     sandbox: str,

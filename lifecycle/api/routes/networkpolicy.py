@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header
 
+from lifecycle.api.answers import PolicyStatusAnswer, answers
 from lifecycle.api.errors import INVALID_PARAMETER, UNKNOWN_ERROR, ApiError, invalid
 from lifecycle.api.models import NetworkPolicy, RuleModel
 from lifecycle.api.routes.context import Server
@@ -21,7 +22,7 @@ _PATH = "/sandboxes/{sandbox}/networkpolicy"
 Force = Annotated[str, Header(alias="OpenSandbox-Egress-Force")]
 
 
-@router.get(_PATH)
+@router.get(_PATH, responses=answers(200, PolicyStatusAnswer, 404))
 async def read(server: Server, sandbox: str) -> dict[str, Any]:
     """Return the policy."""
     row = await server.rows.get(sandbox)
@@ -31,7 +32,7 @@ async def read(server: Server, sandbox: str) -> dict[str, Any]:
         raise _refused(error) from None
 
 
-@router.put(_PATH)
+@router.put(_PATH, responses=answers(200, PolicyStatusAnswer, 404, 409))
 async def replace(server: Server, sandbox: str, body: NetworkPolicy, force: Force = "") -> dict[str, Any]:
     """Set the policy."""
     await server.rows.get(sandbox)
@@ -42,7 +43,7 @@ async def replace(server: Server, sandbox: str, body: NetworkPolicy, force: Forc
         raise _refused(error) from None
 
 
-@router.patch(_PATH)
+@router.patch(_PATH, responses=answers(200, PolicyStatusAnswer, 404, 409))
 async def patch(
     server: Server, sandbox: str, body: Annotated[list[RuleModel], Body(max_length=4096)], force: Force = ""
 ) -> dict[str, Any]:
@@ -55,7 +56,7 @@ async def patch(
         raise _refused(error) from None
 
 
-@router.delete(_PATH)
+@router.delete(_PATH, responses=answers(200, PolicyStatusAnswer, 404, 409))
 async def delete(
     server: Server, sandbox: str, body: Annotated[list[str], Body(max_length=4096)], force: Force = ""
 ) -> dict[str, Any]:

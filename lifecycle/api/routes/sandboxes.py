@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lifecycle.api import models
+from lifecycle.api.answers import CreatedAnswer, ExpiryAnswer, SandboxAnswer, SandboxesAnswer, answers
 from lifecycle.api.errors import ApiError
 from lifecycle.api.rendered import answer
 from lifecycle.api.routes.context import KEY_LABEL, Context, Server
@@ -21,7 +22,7 @@ from lifecycle.snapshots.snapshot import Snapshot
 router = APIRouter(route_class=StrictRoute)
 
 
-@router.post("/sandboxes", status_code=202)
+@router.post("/sandboxes", status_code=202, responses=answers(202, CreatedAnswer, 404, 409, 429, 501))
 async def create(server: Server, body: models.Create, request: Request) -> JSONResponse:
     """Create a sandbox."""
     key_label = str(getattr(request.state, KEY_LABEL, ""))
@@ -64,7 +65,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-@router.get("/sandboxes", response_model=None)
+@router.get("/sandboxes", response_model=None, responses=answers(200, SandboxesAnswer))
 async def list_sandboxes(
     server: Server,
     state: Annotated[list[str] | None, Query(max_length=32)] = None,
@@ -79,20 +80,20 @@ async def list_sandboxes(
     return answer(server.rendered.page(rows, pagination))
 
 
-@router.get("/sandboxes/{sandbox}", response_model=None)
+@router.get("/sandboxes/{sandbox}", response_model=None, responses=answers(200, SandboxAnswer, 404))
 async def get(server: Server, sandbox: str) -> Response:
     """Return a sandbox."""
     return answer(server.rendered.one(await server.rows.get(sandbox)))
 
 
-@router.delete("/sandboxes/{sandbox}", status_code=204)
+@router.delete("/sandboxes/{sandbox}", status_code=204, responses=answers(204, None, 404))
 async def delete(server: Server, sandbox: str) -> Response:
     """Remove a sandbox. The answer is sent after the removal."""
     await server.orchestrator.remove(sandbox, "deleted by the API", idle=False)
     return Response(status_code=204)
 
 
-@router.patch("/sandboxes/{sandbox}/metadata")
+@router.patch("/sandboxes/{sandbox}/metadata", responses=answers(200, SandboxAnswer, 404, 409))
 async def patch_metadata(
     server: Server, sandbox: str, patch: Annotated[dict[str, str | None], Body()]
 ) -> dict[str, Any]:
@@ -100,21 +101,21 @@ async def patch_metadata(
     return models.shown(await server.orchestrator.patch_metadata(sandbox, patch))
 
 
-@router.post("/sandboxes/{sandbox}/pause", status_code=202)
+@router.post("/sandboxes/{sandbox}/pause", status_code=202, responses=answers(202, None, 404, 409))
 async def pause(server: Server, sandbox: str) -> Response:
     """Pause a sandbox."""
     await server.orchestrator.pause(sandbox)
     return Response(status_code=202)
 
 
-@router.post("/sandboxes/{sandbox}/resume", status_code=202)
+@router.post("/sandboxes/{sandbox}/resume", status_code=202, responses=answers(202, None, 404, 409))
 async def resume(server: Server, sandbox: str) -> Response:
     """Resume a sandbox."""
     await server.orchestrator.resume(sandbox)
     return Response(status_code=202)
 
 
-@router.post("/sandboxes/{sandbox}/renew-expiration")
+@router.post("/sandboxes/{sandbox}/renew-expiration", responses=answers(200, ExpiryAnswer, 404, 409))
 async def renew(server: Server, sandbox: str, body: models.Renew) -> dict[str, str]:
     """Set the expiry."""
     row = await server.orchestrator.renew(sandbox, body.expires_at)
