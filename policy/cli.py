@@ -146,8 +146,8 @@ def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None, b
         _allowed("request", decision.rule, "is sent, if", decision.observed)
     for condition in explained.conditions:
         print(f"           - {condition}")
-    for plan in () if decision is None else decision.injections:
-        print(f"  inject   {plan.header} from secret {plan.secret} as {plan.kind} ({plan.binding})")
+    for plan in () if decision is None else decision.plans:
+        print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
     return OK if explained.sent else DENIED
 
 
