@@ -411,6 +411,26 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         sandbox="sbx-1",
         actor="uid:700000001",
     ),
+    "vault.freeze": _kind(
+        "An operator stopped the release of every secret, of one secret, or of those of one sandbox. Their leases end.",
+        ("secret", "actor"),
+        "info",
+        actor="uid:0",
+    ),
+    "vault.unfreeze": _kind("A freeze is about to end.", ("secret", "actor"), "info", actor="uid:0"),
+    "vault.revoke_all": _kind(
+        "An operator ends the leases of every secret, of one secret, or of those of one sandbox. Grants stay.",
+        ("secret", "actor"),
+        "info",
+        actor="uid:0",
+    ),
+    "vault.reset": _kind(
+        "The uses of a limited secret are about to be counted from zero again.",
+        ("secret", "actor"),
+        "info",
+        secret="api-token",  # noqa: S106 - a name
+        actor="uid:0",
+    ),
     "vault.rekey": _kind("The master key is about to be replaced.", ("actor",), "info", actor="uid:0"),
     "vault.intermediate": _kind(
         "A worker is about to get an intermediate certificate of its sandbox's CA.",

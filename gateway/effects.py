@@ -50,16 +50,29 @@ class SecretRefused(Exception):
         self.reason = reason
 
 
+class SecretsSuspended(Exception):
+    """The operator has frozen a secret. Nothing is known of its value: no request to its hosts is sent (503).
+
+    `reason` is a sentence for the client, without the secret.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Secrets(Protocol):
     """The secrets that this sandbox's worker may have."""
 
     async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
         """Return the secret of `plan` for this one request: its destination, method and path.
 
-        Called before each use. The answer is valid for this request only.
+        Called before each use, once for each request and secret: each call counts as a use. The answer is valid for
+        this request only.
 
         Raises:
             SecretRefused: the request is denied (403).
+            SecretsSuspended: the request is refused (503), with the reason.
             Exception: the secret is not available; the request is refused (503).
         """
         ...
@@ -69,6 +82,7 @@ class Secrets(Protocol):
 
         Raises:
             SecretRefused: the sandbox has no such secret at that host.
+            SecretsSuspended: the values are not available, with the reason.
             Exception: the values are not available.
         """
         ...

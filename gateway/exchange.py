@@ -34,7 +34,7 @@ from enum import Enum, auto
 from functools import lru_cache
 
 from gateway import pages
-from gateway.effects import Effects, Over, RecordForm, SecretRefused
+from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
 from gateway.inject import inject
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
@@ -351,9 +351,11 @@ class Exchange:
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(repeated.secrets)
             session.sensitive.update(repeated.slots)
+            leased: dict[str, Secret] = {}  # one use for each secret, in however many places
             for plan, use in zip(allowed.injections, repeated.uses, strict=True):
                 asked = plan.secret
-                value = await effects.secrets.lease(plan, facts)
+                value = leased.get(asked) or await effects.secrets.lease(plan, facts)
+                leased[asked] = value
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
                 rendered.append(self._rendered(plan, value))
@@ -368,6 +370,9 @@ class Exchange:
                 raise ConnectionAbortedError
         except SecretRefused as error:
             return await self._deny(parts, translated, Deny(allowed.rule, error.reason), secret=asked)
+        except SecretsSuspended as error:
+            session.deny(allowed.rule, error.reason, method=facts.method, path=facts.path, secret=asked)
+            return self._answer(parts, 503, pages.suspended(error.reason))
         except Exception as error:  # noqa: BLE001 - fails closed: the request is not sent, whichever port failed
             reason = "a secret cannot be sent" if isinstance(error, ValueError) else "not available"
             session.deny(allowed.rule, reason)

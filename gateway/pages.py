@@ -52,6 +52,11 @@ def over(reason: str, retry_after: int) -> tuple[Fields, bytes]:
     return [*fields, (b"retry-after", str(retry_after).encode())], body
 
 
+def suspended(reason: str) -> tuple[Fields, bytes]:
+    """Return headers and body of a 503 for a request to a host whose secret is frozen."""
+    return _page("text/plain; charset=utf-8", f"Not sent: {reason}. Other hosts are not affected.\n".encode())
+
+
 def busy(retry_after: int) -> tuple[Fields, bytes]:
     """Return headers and body of a 503 for an overloaded worker. `retry_after` is in seconds."""
     fields, body = _page("text/plain; charset=utf-8", b"The gateway of this sandbox has too many requests under way.\n")

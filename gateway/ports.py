@@ -3,6 +3,8 @@
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
+- A request takes one of the uses that a lease permits. A lease without another use is asked for again. Until its end it
+  still says what to search for.
 - A dial goes through the worker's `UpstreamDialler`; its refusals are recorded and become `ConnectionError` with the
   reason, and each address is recorded (`connect`) before it is dialled. A connection ends when policy no longer
   allows its address. What is written to it is counted first: the write that goes beyond the sandbox's bytes ends it
@@ -22,7 +24,7 @@ from audit.line import Form
 from gateway.budget import Budget
 from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
-from gateway.effects import Recorder, SecretRefused
+from gateway.effects import Recorder, SecretRefused, SecretsSuspended
 from gateway.state import WorkerState
 from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import CompiledPolicy, SecretAt, secrets_to
@@ -39,7 +41,7 @@ _ABSENT_SECONDS = 10.0
 _KEPT = 256
 _MAX_KEPT_TARGET = 1024
 # Where vaultd judged the request; its other codes are failures.
-_JUDGED = frozenset({Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.UNKNOWN_SECRET})
+_JUDGED = frozenset({Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.EXHAUSTED, Code.UNKNOWN_SECRET})
 
 type _Key = tuple[str, str, int, Scheme]
 
@@ -175,36 +177,50 @@ class LeasedSecrets:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._leases: dict[_Key, Lease] = {}
+        self._uses: dict[_Key, int] = {}
+        """The uses that are left of a lease with a limited number."""
         self._sought: dict[_Key, Lease] = {}
         self._absent: dict[_Key, tuple[float, str]] = {}
         self._locks: dict[_Key, asyncio.Lock] = {}
 
     async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
-        """The secret of `plan` for this request.
+        """The secret of `plan` for this request, which takes one use of it.
 
         Raises:
             SecretRefused: it must not go into this request.
+            SecretsSuspended: it is frozen.
             VaultError: it was not released for another reason.
         """
         key = (plan.secret, facts.host, facts.port, facts.scheme)
-        held = self._leases.get(key)
-        if held is None or not self._state.vault.current(held):
-            held = await self._renewed(key, facts)
+        held = self._usable(key) or await self._renewed(key, facts)
         refusal = held.check(facts.method, facts.path)
         if refusal is not None:
             raise SecretRefused(refusal.reason)
+        if key in self._uses:  # without a wait since it was looked at
+            self._uses[key] -= 1
         return held.value
+
+    def _usable(self, key: _Key) -> Lease | None:
+        """Return the lease that one more request may use, if there is one."""
+        held = self._leases.get(key)
+        if held is None or not self._state.vault.current(held) or self._uses.get(key, 1) < 1:
+            return None
+        return held
 
     async def _renewed(self, key: _Key, facts: RequestFacts) -> Lease:
         """Return the lease that another request got meanwhile, or ask for one."""
         async with self._locks.setdefault(key, asyncio.Lock()):
-            vault = self._state.vault
-            held = self._leases.get(key)
-            if held is None or not vault.current(held):
-                self._leases.pop(key, None)
+            held = self._usable(key)
+            if held is None:
+                vault, former = self._state.vault, self._leases.get(key)
+                if former is not None and not vault.current(former):
+                    del self._leases[key]
                 held = await self._release(vault, *key, method=facts.method, path=facts.path)
                 self._leases[key] = held
                 self._absent.pop(key, None)
+                self._uses.pop(key, None)
+                if held.uses is not None:
+                    self._uses[key] = held.uses
             return held
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
@@ -251,6 +267,8 @@ class LeasedSecrets:
         except ReleaseRefusedError as error:
             if error.code in _JUDGED:
                 raise SecretRefused(error.reason) from None
+            if error.code is Code.FROZEN:
+                raise SecretsSuspended(error.reason) from None
             raise
 
     def drop(self, secrets: frozenset[str] | None) -> None:
@@ -258,6 +276,7 @@ class LeasedSecrets:
         for kept in (self._leases, self._sought, self._absent):
             for key in [key for key in kept if secrets is None or key[0] in secrets]:
                 del kept[key]
+        self._uses = {key: left for key, left in self._uses.items() if key in self._leases}
 
 
 class StreamDialler:

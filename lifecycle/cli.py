@@ -3,7 +3,7 @@
 sallyport serve | doctor [--probe]
 sallyport init-config [--output FILE]
 sallyport policy check [FILE] | policy explain [FILE] --host HOST [--method M] [--path P] [--policy NAME]
-sallyport vault init | put | list | rotate | delete
+sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | rekey
 sallyport image add SOURCE [--name NAME] | alias NAME ALIAS | list | show NAME | remove NAME
 sallyport volume list | remove NAME
 sallyport audit tail | verify [--anchor FILE] | anchor [--output FILE] [DIRECTORY]

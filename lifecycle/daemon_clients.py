@@ -184,9 +184,16 @@ class Vaultd(Daemon):
 
     name = "vaultd"
 
-    async def open_sandbox(self, sandbox: str, lineage: str, grants: Sequence[Grant], names: Sequence[str]) -> str:
-        """Register a sandbox whose gateway may sign for `names`; return the root for its programs (PEM)."""
-        return (await self.ask(vaultd.OpenSandbox(sandbox, lineage, _forms(grants), names=tuple(names)))).root_pem
+    async def open_sandbox(
+        self, sandbox: str, lineage: str, grants: Sequence[Grant], names: Sequence[str], metadata: Mapping[str, str]
+    ) -> str:
+        """Register a sandbox whose gateway may sign for `names`; return the root for its programs (PEM).
+
+        `metadata` is that of its create call: the vault selects by it which secrets it may have.
+        """
+        known = dict(metadata)
+        request = vaultd.OpenSandbox(sandbox, lineage, _forms(grants), names=tuple(names), metadata=known)
+        return (await self.ask(request)).root_pem
 
     async def regrant(
         self,
@@ -196,6 +203,7 @@ class Vaultd(Daemon):
         inline: Mapping[str, str] | None = None,
         keep: Sequence[str] = (),
         bounds: Sequence[Grant] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Replace the grants of a sandbox.
 
@@ -205,10 +213,12 @@ class Vaultd(Daemon):
                 None all former ones stay.
             bounds: the places where inline values may be granted. A value in `inline` gets these places. Another value
                 keeps those of them that it had. With None it keeps all that it had.
+            metadata: that of the create call that claims the sandbox from a pool; None: as before.
         """
         values = None if inline is None else {name: vaultd.Value(text) for name, text in inline.items()}
         kept = tuple(keep) if keep and inline is not None else None
-        await self.ask(vaultd.Regrant(sandbox, _forms(grants), values, kept, _bounds(bounds), tuple(names)))
+        known = None if metadata is None else dict(metadata)
+        await self.ask(vaultd.Regrant(sandbox, _forms(grants), values, kept, _bounds(bounds), tuple(names), known))
 
     async def narrow(
         self, sandbox: str, grants: Sequence[Grant], keep: Sequence[str] | None, bounds: Sequence[Grant] | None

@@ -38,6 +38,8 @@ class HostSandbox:
     """The policy that its next worker begins with."""
     policy: str = ""
     """The digest of the policy that its worker has confirmed."""
+    images: tuple[str, ...] | None = None
+    """Name and id of the image that it was started from, empty after a restore; None if another hostd started it."""
     phase: Phase = "launching"
     container: str | None = None
     restarts: int = 0

@@ -208,7 +208,10 @@ class Sandboxes:
         sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
         self._write_down(sandbox)
         # Gateway and container are made concurrently. The container cannot start without the plan.
-        (slotted, gated), (created, made) = await both(self._gate(sandbox, spec), self._create(sandbox, spec))
+        image = asyncio.create_task(self._image(spec), name=f"image-{spec.sandbox}")
+        (slotted, gated), (created, made) = await both(
+            self._gate(sandbox, spec, image), self._create(sandbox, spec, image)
+        )
         self._plan(sandbox, spec, made)
         await self._docker.start(sandbox.container or "")
         await asyncio.to_thread(self._limit_disk, sandbox)
@@ -231,7 +234,13 @@ class Sandboxes:
         _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
         return sandbox.policy
 
-    async def _gate(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, float]:
+    async def _image(self, spec: Launch) -> LocalImage:
+        """Return the image of a launch, once: the vault is told the same one that the container is made of."""
+        if spec.snapshot is None:
+            return await self._images.image(spec.image)
+        return await self._docker.snapshot_image(spec.snapshot)
+
+    async def _gate(self, sandbox: HostSandbox, spec: Launch, image: asyncio.Task[LocalImage]) -> tuple[float, float]:
         """Take a slot and spawn a worker that has confirmed its policy. Return the time at which each was complete."""
         sandbox.slot = await self.slots.take()
         sandbox.slot_index = sandbox.slot.index
@@ -240,15 +249,14 @@ class Sandboxes:
         self._write_down(sandbox)
         self._ledgers.create(spec.sandbox)
         await self._daemons.available(_PATIENCE_SECONDS)  # a daemon that died is usually back earlier
+        # The files of a restored sandbox are those of a former one: it has no image for the vault.
+        sandbox.images = (spec.image, (await image).id) if spec.snapshot is None else ()
         sandbox.worker = await self._spawn(sandbox)
         return slotted, time.monotonic()
 
-    async def _create(self, sandbox: HostSandbox, spec: Launch) -> tuple[float, _Made]:
+    async def _create(self, sandbox: HostSandbox, spec: Launch, found: asyncio.Task[LocalImage]) -> tuple[float, _Made]:
         """Create the container, without its plan. Return the time, and what the plan needs."""
-        if spec.snapshot is None:
-            image = await self._images.image(spec.image)
-        else:
-            image = await self._docker.snapshot_image(spec.snapshot)
+        image = await found
         volumes = await self._volumes.stage(spec.sandbox, spec.volumes)
         files = write_files(self._run / "sandboxes" / spec.sandbox, spec, self._operator.ca_bundle(spec.ca_root))
         binds = [VolumeBind(volume.source, volume.target, volume.read_only) for volume in volumes]
@@ -280,6 +288,7 @@ class Sandboxes:
             generation=sandbox.generation,
             uid=self._config.uids.worker_base + sandbox.slot_index,
             gateway_netns=sandbox.slot.gateway,
+            images=sandbox.images,
         )
         ledger, guard = self._ledgers.open(sandbox.id), self._guard.lives
         try:

@@ -59,6 +59,8 @@ class WorkerIdentity:
     generation: int
     uid: int
     gateway_netns: Path
+    images: tuple[str, ...] | None = None
+    """Name and id of the image that this hostd started the sandbox from; None if another hostd started it."""
 
     @property
     def ring(self) -> RingKey:
@@ -217,7 +219,7 @@ async def attach(daemons: Daemons, daemon: str, end: socket.socket, identity: Wo
     """
     requests: dict[str, wire.Request[wire.Done]] = {
         "auditd": auditd.Attach(auditd.Producer.GATEWAY, identity.sandbox, identity.generation),
-        "vaultd": vaultd.Attach(identity.sandbox, identity.generation),
+        "vaultd": vaultd.Attach(identity.sandbox, identity.generation, identity.images),
     }
     await daemons.attach(daemon, end, requests[daemon])
 

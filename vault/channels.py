@@ -4,13 +4,15 @@ The order of a release (invariant I5), each step only after the former:
 1. the rate limit and the decision (`Custody.decide`); a denial is audited and answered;
 2. the record `secret.release` is on auditd's disk;
 3. the decision is taken again, because the world may have changed while the record was written, and the value is read;
+   the uses that the lease permits are counted on disk, if the secret is limited;
 4. the value leaves, to the channel that asked, and only there.
 Nothing can happen between steps 3 and 4: a later `revoke` follows the value on the same stream and finds the lease.
 
 - Without an audit record nothing is released: not a secret, not an intermediate.
 - A channel belongs to the sandbox and generation it was attached for; no message on it can change that.
 - A revocation is answered once the worker has dropped the lease and aborted the flows that used it. A worker that has
-  not answered within `REVOKE_TIMEOUT` loses its channel, and with it all its leases.
+  not answered within `REVOKE_TIMEOUT` (an operator's call: `URGENT_TIMEOUT`) loses its channel, and with it all its
+  leases.
 """
 
 import asyncio
@@ -25,15 +27,18 @@ from typing import Any, Protocol
 import wire
 from audit.client import AuditUnavailable
 from vault.custody import Consent, Custody, CustodyError
+from vault.freeze import Extent
 from vault.grants import Grant, GrantError, Refusal
 from vault.stores.port import StoreError
 from wire.api import vaultd
-from wire.api.vaultd import IssuedAuthority, Released, ReleasePurpose, Value
+from wire.api.vaultd import IssuedAuthority, Released, ReleasePurpose, Revoked, Value
 from wire.frames import close_all
 from wire.patience import Patience
 from wire.serving import handler
 
 REVOKE_TIMEOUT = 5.0
+URGENT_TIMEOUT = 0.8
+"""The limit for a revocation by an operator. With the rest of the call it takes effect within a second."""
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
 INTERMEDIATES = (0.1, 8.0)
 
@@ -93,14 +98,19 @@ class Channels:
         self._now = monotonic
         self._channels: dict[str, Channel] = {}
 
-    async def attach(self, sandbox: str, generation: int, sock: socket.socket) -> None:
+    async def attach(
+        self, sandbox: str, generation: int, sock: socket.socket, images: Collection[str] | None = None
+    ) -> None:
         """Serve `sock` as the channel of a sandbox's worker, in place of the one before; takes the socket over.
+
+        Args:
+            images: name and id of the image that the sandbox was started from; None: as before.
 
         Raises:
             CustodyError: unknown_sandbox, stale_generation.
         """
         try:
-            self._custody.advance(sandbox, generation)
+            self._custody.advance(sandbox, generation, images)
         except BaseException:
             sock.close()
             raise
@@ -160,6 +170,16 @@ class Channels:
         """Call back one secret from the workers of `sandboxes`; returns when each has dropped it or was cut off."""
         await asyncio.gather(*(self.revoke(sandbox, (secret,)) for sandbox in sandboxes))
 
+    async def end_leases(self, extent: Extent) -> Revoked:
+        """Call back what an operator ends, from all workers at once, whether or not a lease of theirs is known."""
+        names = None if extent.secret is None else [extent.secret]
+        meant = [one for one in self._channels.values() if extent.sandbox in (None, one.sandbox)]
+        for channel in meant:
+            for name in list(channel.leases) if names is None else names:
+                channel.leases.pop(name, None)
+        confirmed = await asyncio.gather(*(self._push(channel, names, URGENT_TIMEOUT) for channel in meant))
+        return Revoked(sum(confirmed), len(confirmed) - sum(confirmed))
+
     async def close(self) -> None:
         """End all channels."""
         channels, self._channels = list(self._channels.values()), {}
@@ -167,15 +187,18 @@ class Channels:
             if channel.connection is not None:
                 await channel.connection.close()
 
-    async def _push(self, channel: Channel, names: list[str] | None) -> None:
+    async def _push(self, channel: Channel, names: list[str] | None, seconds: float | None = None) -> bool:
+        """Call leases back; return whether none of them is in use now: the worker says so, or its channel has ended."""
         if channel.connection is None or channel.connection.closed.is_set():
-            return
+            return True
         try:
-            async with Patience(REVOKE_TIMEOUT):  # whatever else it sends meanwhile
+            async with Patience(REVOKE_TIMEOUT if seconds is None else seconds):  # whatever else it sends meanwhile
                 await channel.connection.ask(vaultd.Revoke(None if names is None else tuple(names)), timeout=None)
         except (ConnectionError, TimeoutError, wire.RemoteError):
             _log.warning("the worker of %s did not confirm a revocation: its channel is closed", channel.sandbox)
             await channel.connection.close()
+            return False
+        return True
 
     def _check_current(self, channel: Channel) -> None:
         if self._channels.get(channel.sandbox) is not channel:
@@ -225,16 +248,21 @@ class Channels:
             case Refusal() as refusal:
                 refused = refusal
             case Consent() as consent if self._channels.get(channel.sandbox) is channel:
+                uses: int | None = None
                 try:
                     value = self._custody.value(channel.sandbox, wanted.secret)
                     former = tuple(Value(one.reveal()) for one in self._custody.former(channel.sandbox, wanted))
+                    if not scrub:
+                        uses = self._custody.take(channel.sandbox, wanted.secret)
                 except StoreError as error:
                     refused = Refusal(error.code, str(error))
+                except OSError as error:
+                    refused = Refusal(wire.Code.STORAGE, f"its use cannot be counted: {error.strerror}")
                 else:
                     seconds = min(seconds, max(0, math.floor(consent.lease.total_seconds())))
                     end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
                     channel.leases[wanted.secret] = end
-                    return Released(Value(value.reveal()), former, seconds, consent.scope.form)
+                    return Released(Value(value.reveal()), former, seconds, consent.scope.form, uses)
             case Consent():
                 refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
         self._audit.note(

@@ -1,4 +1,4 @@
-"""`sallyport vault init | put | list | rotate | delete | rekey`.
+"""`sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | rekey`.
 
 - A value comes from standard input or a file, never from the command line, where every user of the host could read it.
 - What cannot be a header value is refused before it is sent; a line break at the end is removed only when asked for.
@@ -21,10 +21,13 @@ from typing import BinaryIO, TextIO
 
 import wire
 from vault.client import AdminClient
+from vault.conditions import ConditionError, Limits, Selectors
+from vault.freeze import Extent
 from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
 from vault.secret import MAX_SECRET_BYTES, Secret, value_problem
 from vault.stores.port import SecretInfo
+from wire.api.vaultd import Listed, Revoked
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
 
@@ -82,7 +85,7 @@ def run(
         else:
             value = _value(options, stdin or sys.stdin.buffer) if options.action in ("put", "rotate") else None
             said = _ask(options, value, places)
-    except (UsageError, GrantError) as error:
+    except (UsageError, GrantError, ConditionError) as error:
         print(f"sallyport vault: {error}", file=problems)
         return 2
     except wire.RemoteError as error:
@@ -109,7 +112,16 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     put = command("put", "store a new secret; its value comes from standard input")
     rotate = command("rotate", "replace a secret's value")
     delete = command("delete", "delete a secret and call it back from all sandboxes")
-    for named in (put, rotate, delete):
+    reset = command("reset", "count the uses of a limited secret from zero again")
+    for action, about in (
+        ("revoke-all", "end all leases and cut the flows that used them; sandboxes may ask for secrets again"),
+        ("freeze", "release no secret any more, end all leases, and cut the flows that used them"),
+        ("unfreeze", "end the freeze that was begun with the same options"),
+    ):
+        scoped = command(action, about)
+        scoped.add_argument("--sandbox", help="those of this sandbox only")
+        scoped.add_argument("--secret", help="this secret only")
+    for named in (put, rotate, delete, reset):
         named.add_argument("name")
     for valued in (put, rotate):
         valued.add_argument("--file", type=Path, help="read the value from this file instead")
@@ -120,6 +132,10 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     put.add_argument("--method", action="append", help="default any; may be repeated")
     put.add_argument("--path", action="append", help="exact, or a prefix and *; default any; may be repeated")
     put.add_argument("--expires", help="RFC 3339 time with zone")
+    put.add_argument("--metadata", action="append", metavar="KEY=VALUE", help="only for sandboxes created with it")
+    put.add_argument("--image", action="append", help="only for sandboxes from this image (name or id)")
+    put.add_argument("--max-uses", type=int, help="requests with it, in all")
+    put.add_argument("--max-uses-per-sandbox", type=int, help="requests with it by each sandbox")
 
 
 def _ask(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
@@ -140,7 +156,7 @@ def _ask(options: argparse.Namespace, value: Secret | None, places: VaultPlaces)
 
 
 async def _talk(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
-    if options.action not in ("list", "rekey"):
+    if hasattr(options, "name"):
         secret_name(options.name)
     binding = _binding(options) if options.action == "put" else None
     client = await AdminClient.connect(places.socket, places.server)
@@ -156,6 +172,19 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
             case "delete":
                 await client.delete(options.name)
                 return f"deleted {options.name}"
+            case "reset":
+                await client.reset(options.name)
+                return f"the uses of {options.name} are counted from zero"
+            case "revoke-all":
+                return _ended(await client.revoke_all(options.sandbox, options.secret))
+            case "freeze":
+                ended = _ended(await client.freeze(options.sandbox, options.secret))
+                return f"{_frozen(options.sandbox, options.secret)} is frozen; {ended}"
+            case "unfreeze":
+                await client.unfreeze(options.sandbox, options.secret)
+                return (
+                    f"{_frozen(options.sandbox, options.secret)} is not frozen any more{_left(await client.listed())}"
+                )
             case "rekey":
                 following = next_file(places.master_key_file)
                 if not os.path.lexists(following):
@@ -164,7 +193,7 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
                 replace(places.master_key_file)
                 return f"a new master key is in {places.master_key_file}; back it up, and destroy copies of the old one"
             case _:
-                return _listed(await client.list_secrets(), options.json)
+                return _listed(await client.listed(), options.json)
     finally:
         await client.close()
 
@@ -177,19 +206,63 @@ def _binding(options: argparse.Namespace) -> SecretBinding:
         options.method,
         options.path,
         options.expires,
+        Selectors.make(dict(map(_pair, options.metadata or ())), options.image or ()),
+        Limits(options.max_uses, options.max_uses_per_sandbox),
     )
 
 
-def _listed(secrets: Sequence[SecretInfo], as_json: bool) -> str:
-    return json.dumps([info.to_json() for info in secrets], indent=2) if as_json else "\n".join(map(_line, secrets))
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError("--metadata is KEY=VALUE")
+    return key, value
 
 
-def _line(info: SecretInfo) -> str:
+def _ended(revoked: Revoked) -> str:
+    said = f"{revoked.confirmed} workers have dropped its leases"
+    return said if not revoked.cut_off else f"{said}, {revoked.cut_off} did not confirm and lost their channel"
+
+
+def _frozen(sandbox: str | None, secret: str | None) -> str:
+    return str(Extent(sandbox, secret))
+
+
+def _left(listed: Listed) -> str:
+    left = [_frozen(one.sandbox, one.secret) for one in listed.frozen]
+    return f"; still frozen: {', '.join(left)}" if left else ""
+
+
+def _listed(listed: Listed, as_json: bool) -> str:
+    frozen = [f"FROZEN since {one.since}: {_frozen(one.sandbox, one.secret)}" for one in listed.frozen]
+    secrets = [SecretInfo.of(form) for form in listed.secrets]
+    if as_json:
+        everything = {one.secret for one in listed.frozen if one.sandbox is None}
+        return json.dumps(
+            [
+                {
+                    **info.to_json(),
+                    **({"used": listed.used[info.name]} if info.name in listed.used else {}),
+                    **({"frozen": True} if everything & {None, info.name} else {}),
+                }
+                for info in secrets
+            ],
+            indent=2,
+        )
+    return "\n".join([*frozen, *(_line(info, listed.used.get(info.name)) for info in secrets)])
+
+
+def _line(info: SecretInfo, used: int | None) -> str:
     item = info.to_json()
     where = ", ".join(f"{host}:{'/'.join(map(str, item['ports']))}" for host in item["hosts"])
     limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
     if item["expires"]:
         limits.append(f"expires {item['expires']}")
+    limits += [f"metadata {key}={value}" for key, value in info.binding.selectors.metadata]
+    limits += [f"image {image}" for image in sorted(info.binding.selectors.images)]
+    if used is not None:
+        most = info.binding.limits
+        limits.append(f"used {used} of {most.uses or 'any number'}")
+        limits += [] if most.sandbox_uses is None else [f"at most {most.sandbox_uses} by each sandbox"]
     return f"{item['name']}  v{item['version']}  {where}  {'; '.join(limits)}"
 
 

@@ -61,6 +61,8 @@ class Lease:
     scope: RequestScope
     epoch: int = field(repr=False, default=0)
     former: tuple[Secret, ...] = ()
+    uses: int | None = None
+    """How many requests may carry the secret under this lease; None: any number. The holder counts."""
 
     def check(self, method: str, path: str) -> Refusal | None:
         """Say why the secret must not go into this request, None if it may; `path` is raw and without its query."""
@@ -146,7 +148,8 @@ class VaultClient:
             except GrantError:
                 raise VaultUnavailableError("vaultd answered with a scope that cannot be") from None
             former = tuple(Secret(value.text) for value in released.former)
-            return Lease(secret, Secret(released.value.text), asked + released.lease_seconds, scope, epoch, former)
+            expires = asked + released.lease_seconds
+            return Lease(secret, Secret(released.value.text), expires, scope, epoch, former, released.uses)
         raise VaultUnavailableError("the secret kept changing while it was released")
 
     def current(self, lease: Lease) -> bool:
@@ -197,6 +200,26 @@ class AdminClient(wire.Client):
         """What may be known of all secrets; never a value."""
         return tuple(map(SecretInfo.of, (await self.ask(vaultd.List())).secrets))
 
+    async def listed(self) -> vaultd.Listed:
+        """The stored secrets, their uses, and the freezes in force."""
+        return await self.ask(vaultd.List())
+
+    async def reset(self, name: str) -> None:
+        """Count the uses of a secret from zero again."""
+        await self.ask(vaultd.Reset(name))
+
+    async def revoke_all(self, sandbox: str | None = None, secret: str | None = None) -> vaultd.Revoked:
+        """End the leases of all workers, or those of a sandbox's worker, or those of one secret."""
+        return await self.ask(vaultd.RevokeAll(sandbox, secret))
+
+    async def freeze(self, sandbox: str | None = None, secret: str | None = None) -> vaultd.Revoked:
+        """Release no secret until `unfreeze`, or those of a sandbox, or one secret; and end such leases."""
+        return await self.ask(vaultd.Freeze(sandbox, secret))
+
+    async def unfreeze(self, sandbox: str | None = None, secret: str | None = None) -> None:
+        """End the freeze that was begun with the same values."""
+        await self.ask(vaultd.Unfreeze(sandbox, secret))
+
     async def rotate(self, name: str, value: Secret) -> int:
         """Replace a value, revoke its leases, return the new version."""
         return (await self.ask(vaultd.Rotate(name, Value(value.reveal())))).version
@@ -217,12 +240,19 @@ class AdminClient(wire.Client):
         inline: Mapping[str, Secret] | None = None,
         bounds: Sequence[Grant] | None = None,
         names: Sequence[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> str:
         """Register a sandbox (`wire.api.vaultd.OpenSandbox`); returns its root certificate (PEM)."""
         return (
             await self.ask(
                 vaultd.OpenSandbox(
-                    sandbox, lineage, _forms(grants), _values(inline or {}), _some(bounds), _texts(names)
+                    sandbox,
+                    lineage,
+                    _forms(grants),
+                    _values(inline or {}),
+                    _some(bounds),
+                    _texts(names),
+                    dict(metadata or {}),
                 )
             )
         ).root_pem
@@ -250,9 +280,12 @@ class AdminClient(wire.Client):
         """Forget everything of a sandbox; succeeds if it is not known."""
         await self.ask(vaultd.CloseSandbox(sandbox))
 
-    async def attach(self, sandbox: str, generation: int, fd: int) -> None:
-        """Hand vaultd one end of a socket pair as the channel of a sandbox's worker; `fd` stays the caller's."""
-        await self.ask(vaultd.Attach(sandbox, generation), (fd,))
+    async def attach(self, sandbox: str, generation: int, fd: int, images: Sequence[str] | None = None) -> None:
+        """Hand vaultd one end of a socket pair as the channel of a sandbox's worker; `fd` stays the caller's.
+
+        `images` are name and id of the sandbox's image; None: as before.
+        """
+        await self.ask(vaultd.Attach(sandbox, generation, _texts(images)), (fd,))
 
 
 def _forms(grants: Sequence[Grant]) -> tuple[GrantForm, ...]:

@@ -2,9 +2,11 @@
 
 - A change takes effect after it is sealed on disk. So a restarted vaultd has the state of the former one. If a change
   to a sandbox cannot be written, the sandbox has no grants until a later change is written.
-- A release needs a grant of the sandbox. For a stored secret it also needs the consent of the secret's own binding.
-  Both are checked at each release. An inline secret belongs to one sandbox. It cannot have the name of a stored
-  secret.
+- A release needs a grant of the sandbox. For a stored secret it also needs the consent of the secret's own binding: its
+  destinations, its selectors and its limits. No freeze may cover it. All of it is checked at each release.
+- A grant of a stored secret that does not exist, has expired, or is for other sandboxes can be given. It has no effect
+  while that is so, and the other grants are not affected.
+- An inline secret belongs to one sandbox. It cannot have the name of a stored secret.
 - An inline secret is bound to destinations when its value is given (`bounds`). A later change can remove destinations.
   It can add one only together with the value.
 - A generation only grows. A channel of an older generation is refused, also after a restart.
@@ -23,8 +25,22 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from policy.facts import Scheme
 from vault.authority import ANY, AuthorityError, Issued, Root
-from vault.grants import MAX_GRANTS, Grant, GrantError, Refusal, RequestScope, check, inline_name, within
+from vault.budgets import Budgets
+from vault.freeze import Freezes
+from vault.grants import (
+    MAX_GRANTS,
+    Grant,
+    GrantError,
+    Refusal,
+    RequestScope,
+    SecretBinding,
+    check,
+    inline_name,
+    secret_name,
+    within,
+)
 from vault.secret import Secret, text_problem
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from vault.stores.port import (
@@ -72,6 +88,10 @@ class SandboxState:
     """The destinations at which inline secrets may be granted: those given with their values, or fewer."""
     names: frozenset[str] = frozenset({ANY})
     """The names that its worker may sign, in the form of `authority.permitted`."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """That of its create call, as `serve` reported it."""
+    images: frozenset[str] = frozenset()
+    """Name and id of the image that it was started from, as hostd reported them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +111,13 @@ class Custody:
         sandboxes: SealedDirectory,
         lineages: SealedDirectory,
         clock: Clock = lambda: datetime.now(UTC),
+        freezes: Freezes | None = None,
+        budgets: Budgets | None = None,
     ) -> None:
         """Read the state of the former process, and delete roots that no sandbox uses."""
         self.store = store
+        self.freezes = freezes or Freezes()
+        self.budgets = budgets or Budgets()
         self._files = sandboxes
         self._lineages = lineages
         self._clock = clock
@@ -127,12 +151,14 @@ class Custody:
         inline: Mapping[str, Secret],
         bounds: Iterable[Grant] | None = None,
         names: Iterable[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> SandboxState:
         """Check whether a sandbox can be opened with these values, and return its state. Nothing is changed.
 
         Args:
             bounds: the destinations of its inline secrets; None: those of `grants`.
             names: the names that its worker may sign, in the form of `authority.permitted`; None: any.
+            metadata: that of its create call.
 
         Raises:
             CustodyError: bad_request, exists, full, unknown_secret, not_bound, expired, name_taken.
@@ -146,14 +172,22 @@ class Custody:
         granted = frozenset(grants)
         bound = _given(inline, granted if bounds is None else bounds)
         signed = frozenset({ANY}) if names is None else frozenset(names)
-        state = SandboxState(sandbox, lineage, 0, granted, dict(inline), bounds=bound, names=signed)
+        state = SandboxState(
+            sandbox, lineage, 0, granted, dict(inline), bounds=bound, names=signed, metadata=dict(metadata or {})
+        )
         self._check(state)
         return state
 
     def open(self, planned: SandboxState) -> str:
         """Open a sandbox; return its root certificate (PEM). Raises like `plan`."""
         state = self.plan(
-            planned.sandbox, planned.lineage, planned.grants, planned.inline, planned.bounds, planned.names
+            planned.sandbox,
+            planned.lineage,
+            planned.grants,
+            planned.inline,
+            planned.bounds,
+            planned.names,
+            planned.metadata,
         )
         root = self._root(state.lineage)
         if root is None:
@@ -171,6 +205,7 @@ class Custody:
         keep: Iterable[str] | None = None,
         bounds: Iterable[Grant] | None = None,
         names: Iterable[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> SandboxState:
         """Check whether a sandbox's grants can be replaced, and return the new state. Nothing is changed.
 
@@ -181,6 +216,7 @@ class Custody:
                 its destinations that are among them. None: a secret in `inline` gets those of `grants`, others keep
                 theirs.
             names: the names that the worker's next certificate may sign; None: as before.
+            metadata: that of the create call; None: as before.
 
         Raises:
             CustodyError: unknown_sandbox, unknown_secret (a name in `keep` does not exist), or as `plan`.
@@ -191,7 +227,8 @@ class Custody:
         old = _left(state, secrets.keys() - new.keys(), bounds)
         bound = _given(new, granted if bounds is None else bounds) | old
         signed = state.names if names is None else frozenset(names)
-        planned = replace(state, grants=granted, inline=secrets, bounds=bound, names=signed)
+        known = state.metadata if metadata is None else dict(metadata)
+        planned = replace(state, grants=granted, inline=secrets, bounds=bound, names=signed, metadata=known)
         self._check(planned, state)
         return planned
 
@@ -229,7 +266,8 @@ class Custody:
         same = all((grant.secret in planned.inline) == (grant.secret in state.inline) for grant in planned.grants)
         bound = planned.bounds <= within(planned.bounds, state.bounds)
         signed = ANY in state.names or planned.names <= state.names
-        return kept and same and bound and signed and planned.grants <= state.grants
+        unchanged = planned.metadata == state.metadata
+        return kept and same and bound and signed and unchanged and planned.grants <= state.grants
 
     def regrant(self, planned: SandboxState) -> frozenset[str]:
         """Replace grants and inline secrets as planned; return the names whose leases end.
@@ -244,7 +282,7 @@ class Custody:
         ended |= {name for name, value in state.inline.items() if planned.inline.get(name) != value}
         try:
             former = _former(state, planned.inline, self._clock())
-            self._write(replace(planned, generation=state.generation, former=former))
+            self._write(replace(planned, generation=state.generation, former=former, images=state.images))
         except OSError:
             self._sandboxes[state.sandbox] = replace(state, grants=frozenset())
             raise
@@ -270,10 +308,12 @@ class Custody:
                 raise CustodyError(Code.RESIDUE, "the lineage's root is still there")
         if self._files.exists(sandbox):
             raise CustodyError(Code.RESIDUE, "the sandbox's record is still there")
+        self.budgets.forget(sandbox)
+        self.freezes.forget(sandbox)
         self._sandboxes.pop(sandbox, None)
 
-    def advance(self, sandbox: str, generation: int) -> None:
-        """Set the generation of the sandbox's worker.
+    def advance(self, sandbox: str, generation: int, images: Iterable[str] | None = None) -> None:
+        """Set the generation of the sandbox's worker, and the names of the sandbox's image (None: as before).
 
         Raises:
             CustodyError: unknown_sandbox, stale_generation.
@@ -281,8 +321,9 @@ class Custody:
         state = self._get(sandbox)
         if generation < max(state.generation, 1):
             raise CustodyError(Code.STALE_GENERATION, "a newer worker has been attached")
-        if generation > state.generation:
-            self._write(replace(state, generation=generation))
+        known = state.images if images is None else frozenset(images)
+        if (generation, known) != (state.generation, state.images):
+            self._write(replace(state, generation=generation, images=known))
 
     def decide(
         self, sandbox: str, wanted: Grant, method: str | None, path: str | None, *, scrub: bool = False
@@ -297,20 +338,42 @@ class Custody:
             return Refusal(Code.UNKNOWN_SANDBOX, "the sandbox is not open")
         if not any(grant.covers(wanted) for grant in state.grants):
             return Refusal(Code.NOT_GRANTED, "the sandbox was not granted this secret for this destination")
+        if (frozen := self.freezes.refusal(sandbox, wanted.secret)) is not None:
+            return frozen
         if wanted.secret in state.inline:
             return Consent(MAX_LEASE, RequestScope())
         try:
             binding = self.store.info(wanted.secret).binding
+        except UnknownSecretError:
+            return Refusal(Code.UNKNOWN_SECRET, missing(wanted))
         except StoreError as error:
             return Refusal(error.code, str(error))
         now = self._clock()
         refusal = check(binding, wanted, now)
+        if refusal is None and (reason := binding.selectors.refusal(state.metadata, state.images)) is not None:
+            refusal = Refusal(Code.NOT_GRANTED, reason)
         if refusal is None and not scrub:
-            refusal = binding.scope.check(method, path)
+            refusal = binding.scope.check(method, path) or self._used_up(wanted.secret, sandbox, binding)
         if refusal is not None:
             return refusal
         lease = MAX_LEASE if binding.expires is None else min(MAX_LEASE, binding.expires - now)
         return Consent(lease, binding.scope)
+
+    def _used_up(self, secret: str, sandbox: str, binding: SecretBinding) -> Refusal | None:
+        if self.budgets.left(secret, sandbox, binding.limits) == 0:
+            return Refusal(Code.EXHAUSTED, f"the secret {secret} was used as often as its limits allow")
+        return None
+
+    def take(self, sandbox: str, secret: str) -> int | None:
+        """Count the uses of a lease directly after the consent of `decide`; return their number, None for any number.
+
+        Raises:
+            StoreError: the secret is unknown or damaged.
+            OSError: they could not be counted; nothing was taken.
+        """
+        if secret in self._get(sandbox).inline:
+            return None
+        return self.budgets.take(secret, sandbox, self.store.info(secret).binding.limits)
 
     def value(self, sandbox: str, secret: str) -> Secret:
         """Return the value of a secret, directly after the consent of `decide`. Raises StoreError."""
@@ -346,6 +409,11 @@ class Custody:
         except AuthorityError as error:
             raise CustodyError(Code.EXPIRED, str(error)) from None
 
+    def mentions(self, secret: str) -> bool:
+        """Whether a stored secret has this name, or a sandbox is granted one of this name."""
+        granted = (grant.secret for state in self._sandboxes.values() for grant in state.grants)
+        return self._stored(secret) or secret in granted
+
     def users(self, secret: str) -> list[str]:
         """Return the sandboxes in which the name `secret` means the stored secret."""
         return [
@@ -379,9 +447,14 @@ class Custody:
                 continue
             try:
                 binding = self.store.info(grant.secret).binding
-            except StoreError as error:
-                raise CustodyError(error.code, f"{grant.secret}: {error}") from None
-            if refusal := check(binding, grant, self._clock()):
+            except UnknownSecretError as error:
+                if grant.wildcard or not _storable(grant.secret):
+                    raise CustodyError(error.code, f"{grant.secret}: {error}") from None
+                continue
+            except StoreError:
+                continue  # a release says why
+            refusal = check(binding, grant, self._clock())
+            if refusal is not None and refusal.code is not Code.EXPIRED:
                 raise CustodyError(refusal.code, f"{grant.secret}: {refusal.reason}")
 
     def _stored(self, name: str) -> bool:
@@ -413,9 +486,27 @@ class Custody:
             "former": {host: [one.to_json() for one in former] for host, former in state.former.items()},
             "bounds": [bound.to_json() for bound in state.bounds],
             "names": sorted(state.names),
+            "metadata": dict(state.metadata),
+            "images": sorted(state.images),
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
+
+
+def missing(wanted: Grant) -> str:
+    """Say which secret is not in the vault, and how it gets there."""
+    add = f"sallyport vault put {wanted.secret} --host {wanted.host}"
+    add += "" if wanted.port == 443 else f" --port {wanted.port}"
+    add += "" if wanted.scheme is Scheme.HTTPS else f" --scheme {wanted.scheme}"
+    return f"the vault has no secret {wanted.secret}; the operator adds it: {add}"
+
+
+def _storable(name: str) -> bool:
+    try:
+        secret_name(name)
+    except GrantError:
+        return False
+    return True
 
 
 def _former(state: SandboxState, inline: Mapping[str, Secret], now: datetime) -> Mapping[str, tuple[Former, ...]]:
@@ -464,4 +555,6 @@ def _state(name: str, metadata: bytes, body: bytes) -> SandboxState:
         {host: tuple(map(Former.from_json, values)) for host, values in content.get("former", {}).items()},
         _given(inline, grants if bounds is None else map(Grant.from_json, bounds)),
         frozenset(content.get("names", [ANY])),
+        {str(key): str(value) for key, value in content.get("metadata", {}).items()},
+        frozenset(content.get("images", [])),
     )

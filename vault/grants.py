@@ -19,7 +19,9 @@ from typing import Any
 from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import PathPattern, ambiguity
-from wire.api.vaultd import MOST_GRANTS, BindingForm, GrantForm, Scope
+from vault import conditions
+from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Limits, Selectors
+from wire.api.vaultd import MOST_GRANTS, BindingForm, ConditionForm, GrantForm, Scope
 from wire.errors import Code
 
 MAX_GRANTS = MOST_GRANTS
@@ -108,13 +110,17 @@ class RequestScope:
 
 @dataclass(frozen=True, slots=True)
 class SecretBinding:
-    """Where a stored secret may go; `hosts` are exact canonical names, `expires` is aware."""
+    """Where a stored secret may go, for which sandboxes and how often; `hosts` are exact canonical names, `expires` is
+    aware.
+    """
 
     hosts: frozenset[str]
     ports: frozenset[int] = frozenset({443})
     schemes: frozenset[Scheme] = frozenset({Scheme.HTTPS})
     scope: RequestScope = RequestScope()
     expires: datetime | None = None
+    selectors: Selectors = ANY_SANDBOX
+    limits: Limits = UNLIMITED
 
     def __post_init__(self) -> None:
         if not self.hosts or not self.ports or not self.schemes:
@@ -131,6 +137,8 @@ class SecretBinding:
         methods: Iterable[str] | None = None,
         paths: Iterable[str] | None = None,
         expires: str | datetime | None = None,
+        selectors: Selectors = ANY_SANDBOX,
+        limits: Limits = UNLIMITED,
     ) -> "SecretBinding":
         """Build a binding from what a person wrote; every host is made canonical, wildcards are refused.
 
@@ -147,6 +155,8 @@ class SecretBinding:
             frozenset(_each(list(schemes), "schemes", _scheme)),
             scope,
             _moment(expires) if isinstance(expires, str) else expires,
+            selectors,
+            limits,
         )
 
     @property
@@ -154,7 +164,13 @@ class SecretBinding:
         """The form in a message."""
         expires = None if self.expires is None else self.expires.astimezone(UTC).isoformat()
         hosts, schemes = tuple(sorted(self.hosts)), tuple(sorted(map(str, self.schemes)))
-        return BindingForm(hosts, tuple(sorted(self.ports)), schemes, self.scope.form, expires)
+        chosen = ConditionForm(
+            dict(self.selectors.metadata),
+            tuple(sorted(self.selectors.images)),
+            self.limits.uses,
+            self.limits.sandbox_uses,
+        )
+        return BindingForm(hosts, tuple(sorted(self.ports)), schemes, self.scope.form, expires, chosen)
 
     @classmethod
     def of(cls, form: BindingForm) -> "SecretBinding":
@@ -163,7 +179,16 @@ class SecretBinding:
         Raises:
             GrantError: some part of it cannot be.
         """
-        return cls.make(form.hosts, form.ports, form.schemes, form.scope.methods, form.scope.paths, form.expires)
+        chosen = form.conditions
+        try:
+            selectors = Selectors.make(chosen.metadata, chosen.images)
+            limits = Limits(chosen.uses, chosen.sandbox_uses)
+        except ConditionError as error:
+            raise GrantError(str(error)) from None
+        scope = form.scope
+        return cls.make(
+            form.hosts, form.ports, form.schemes, scope.methods, scope.paths, form.expires, selectors, limits
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The file form."""
@@ -173,18 +198,19 @@ class SecretBinding:
             "schemes": sorted(self.schemes),
             **self.scope.to_json(),
             "expires": None if self.expires is None else self.expires.astimezone(UTC).isoformat(),
+            **conditions.to_json(self.selectors, self.limits),
         }
 
     @classmethod
     def from_json(cls, document: object) -> "SecretBinding":
-        """Read `to_json`'s form; absent ports and schemes are 443 and https.
+        """Read `to_json`'s form; absent ports and schemes are 443 and https, absent conditions are none.
 
         Raises:
             GrantError: it is something else.
         """
         if not isinstance(document, Mapping):
             raise GrantError("a binding is an object")
-        known = {"hosts", "ports", "schemes", "methods", "paths", "expires"}
+        known = {"hosts", "ports", "schemes", "methods", "paths", "expires", *conditions.KEYS}
         if unknown := sorted(str(key) for key in document if key not in known):
             raise GrantError(f"unknown keys in a binding: {len(unknown)}")
         expires = document.get("expires")
@@ -196,6 +222,10 @@ class SecretBinding:
             if part is not None and not isinstance(part, list):
                 raise GrantError(f"{key} is a list")
             lists[key] = part
+        try:
+            selectors, limits = conditions.from_json(document)
+        except ConditionError as error:
+            raise GrantError(str(error)) from None
         ports, schemes = lists["ports"], lists["schemes"]
         return cls.make(
             lists["hosts"] or (),
@@ -204,6 +234,8 @@ class SecretBinding:
             lists["methods"],
             lists["paths"],
             expires,
+            selectors,
+            limits,
         )
 
 

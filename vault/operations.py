@@ -22,6 +22,7 @@ from audit.client import AuditUnavailable
 from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
+from vault.freeze import Extent, TooManyFreezesError
 from vault.grants import Grant, GrantError, Refusal, SecretBinding, check, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
 from vault.secret import Secret
@@ -71,13 +72,21 @@ class VaultOperations:
     async def _answer(self, request: Message, actor: str, fds: list[int]) -> object:
         match request:
             case vaultd.List():
-                return vaultd.Listed(tuple(info.form for info in self._store.list_infos()))
+                return self._listed()
             case vaultd.Put():
                 return await self._put(request, actor)
             case vaultd.Rotate():
                 return await self._rotate(request, actor)
             case vaultd.Delete():
                 await self._delete(request, actor)
+            case vaultd.Reset():
+                await self._reset(request, actor)
+            case vaultd.RevokeAll():
+                return await self._revoke_all(request, actor)
+            case vaultd.Freeze():
+                return await self._freeze(request, actor)
+            case vaultd.Unfreeze():
+                await self._unfreeze(request, actor)
             case vaultd.Rekey():
                 await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
                 self._rekey()
@@ -97,6 +106,11 @@ class VaultOperations:
                 raise TypeError(f"{type(request).__name__} is no request of vaultd's socket")
         return None
 
+    def _listed(self) -> vaultd.Listed:
+        infos, custody = self._store.list_infos(), self._custody
+        used = {info.name: custody.budgets.used(info.name) for info in infos if info.binding.limits.limited}
+        return vaultd.Listed(tuple(info.form for info in infos), used, custody.freezes.forms)
+
     async def _put(self, request: vaultd.Put, actor: str) -> vaultd.Version:
         name, value = secret_name(request.name), Secret(request.value.text)
         binding = SecretBinding.of(request.binding)
@@ -106,6 +120,8 @@ class VaultOperations:
         await self._audit.accept(
             "vault.put", "info", durable=True, secret=name, hosts=sorted(binding.hosts), actor=actor
         )
+        if not self._has(name):
+            self._custody.budgets.reset(name)  # what was counted for a deleted secret of this name
         return vaultd.Version(self._store.put(name, value, binding).version)
 
     async def _rotate(self, request: vaultd.Rotate, actor: str) -> vaultd.Version:
@@ -123,6 +139,49 @@ class VaultOperations:
         self._audit.note("vault.delete", "info", secret=name, actor=actor)
         await self._channels.revoke_everywhere(name, self._custody.users(name))
 
+    async def _reset(self, request: vaultd.Reset, actor: str) -> None:
+        name = secret_name(request.name)
+        self._store.info(name)
+        await self._audit.accept("vault.reset", "info", durable=True, secret=name, actor=actor)
+        self._custody.budgets.reset(name)
+
+    async def _revoke_all(self, request: vaultd.RevokeAll, actor: str) -> vaultd.Revoked:
+        extent = self._known_extent(request.sandbox, request.secret)
+        self._audit.note("vault.revoke_all", "info", sandbox=extent.sandbox, secret=extent.secret, actor=actor)
+        return await self._channels.end_leases(extent)
+
+    async def _freeze(self, request: vaultd.Freeze, actor: str) -> vaultd.Revoked:
+        extent = self._known_extent(request.sandbox, request.secret)
+        try:
+            self._custody.freezes.begin(extent, datetime.now(UTC))
+        except TooManyFreezesError as error:
+            raise wire.RequestError(wire.Code.FULL, str(error)) from None
+        self._audit.note("vault.freeze", "info", sandbox=extent.sandbox, secret=extent.secret, actor=actor)
+        revoked = await self._channels.end_leases(extent)
+        self._custody.freezes.save()  # not earlier: a slow disk must not delay the workers
+        return revoked
+
+    async def _unfreeze(self, request: vaultd.Unfreeze, actor: str) -> None:
+        extent = _extent(request.sandbox, request.secret)
+        self._check_frozen(extent)
+        about = {"sandbox": extent.sandbox, "secret": extent.secret, "actor": actor}
+        await self._audit.accept("vault.unfreeze", "info", durable=True, **about)
+        self._check_frozen(extent)
+        self._custody.freezes.remove(extent)
+
+    def _known_extent(self, sandbox: str | None, secret: str | None) -> Extent:
+        """Return an extent; a name of nothing is refused, as it is probably misspelled."""
+        extent = _extent(sandbox, secret)
+        if sandbox is not None and not self._custody.known(sandbox):
+            raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, "the sandbox is not open")
+        if secret is not None and not self._custody.mentions(secret):
+            raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no secret has this name, and no sandbox is granted it")
+        return extent
+
+    def _check_frozen(self, extent: Extent) -> None:
+        if extent not in self._custody.freezes:
+            raise wire.RequestError(wire.Code.INVALID, f"there is no freeze of exactly {extent}")
+
     async def _open(self, request: vaultd.OpenSandbox, actor: str) -> vaultd.Opened:
         planned = self._custody.plan(
             request.sandbox,
@@ -131,13 +190,15 @@ class VaultOperations:
             _inline(request.inline) or {},
             _bounds(request.bounds),
             _patterns(request.names),
+            request.metadata,
         )
         await self._audit.accept("vault.open", "info", **_about(planned), lineage=planned.lineage, actor=actor)
         return vaultd.Opened(self._custody.open(planned))
 
     async def _regrant(self, request: vaultd.Regrant, actor: str) -> None:
         grants, inline, keep = _grants(request.grants), _inline(request.inline), _names(request.keep)
-        wanted = (request.sandbox, grants, inline, keep, _bounds(request.bounds), _patterns(request.names))
+        bounds, patterns = _bounds(request.bounds), _patterns(request.names)
+        wanted = (request.sandbox, grants, inline, keep, bounds, patterns, request.metadata)
         planned = self._custody.replan(*wanted)
         if self._custody.narrows(planned):
             self._audit.note("vault.regrant", "info", **_about(planned), actor=actor)
@@ -179,7 +240,7 @@ class VaultOperations:
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
             sock.close()
             raise wire.RequestError(wire.Code.INVALID, "attach comes with one unix stream socket")
-        await self._channels.attach(request.sandbox, request.generation, sock)
+        await self._channels.attach(request.sandbox, request.generation, sock, request.images)
 
     async def _write_login(self, request: vaultd.WriteLogin, actor: str, fds: list[int]) -> None:
         if len(fds) != 1 or not stat.S_ISFIFO(os.fstat(fds[0]).st_mode):
@@ -200,6 +261,8 @@ class VaultOperations:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the login does not fit into the pipe")
 
     def _login_refusal(self, wanted: Grant) -> Refusal | None:
+        if (frozen := self._custody.freezes.refusal(None, wanted.secret)) is not None:
+            return frozen
         binding = self._store.info(wanted.secret).binding
         return check(binding, wanted, datetime.now(UTC)) or binding.scope.check("GET", "/v2/")
 
@@ -209,6 +272,13 @@ class VaultOperations:
         except StoreError as error:
             return error.code != wire.Code.UNKNOWN_SECRET
         return True
+
+
+def _extent(sandbox: str | None, secret: str | None) -> Extent:
+    try:
+        return Extent(sandbox, secret)
+    except ValueError as error:
+        raise wire.RequestError(wire.Code.INVALID, str(error)) from None
 
 
 def registry_login(host: str, port: int, value: str) -> bytes | None:

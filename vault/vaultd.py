@@ -24,9 +24,11 @@ from pathlib import Path
 
 import wire
 from audit.client import AuditClient
+from vault.budgets import Budgets
 from vault.channels import Channels
 from vault.config import VaultConfig
 from vault.custody import Custody
+from vault.freeze import Freezes
 from vault.hardening import harden
 from vault.head import HeadError, StoreHead
 from vault.keyring import ENVIRONMENT, NEXT_ENVIRONMENT, Keyring, MasterKeyError, load
@@ -80,13 +82,16 @@ class Vault:
             opened.callback(self.store.close)
             sandboxes = part(directory / "sandboxes", "sandboxes", adopt=older)
             lineages = part(directory / "lineages", "lineages", adopt=older)
-            self._parts = (lineages, sandboxes, self.store.directory, self._root)
+            budgets = part(directory / "budgets", "budgets", adopt=older)
+            self._parts = (lineages, sandboxes, self.store.directory, budgets, self._root)
             if older:
                 for each in (lineages, sandboxes, self.store.directory):
                     each.adopt()
                 self._root.write(_KEY_CHECK, _INDEXED, b"")
             self.rekey(keyring)
-            self.custody = Custody(self.store, sandboxes, lineages)
+            self.custody = Custody(
+                self.store, sandboxes, lineages, freezes=Freezes(self._root), budgets=Budgets(budgets)
+            )
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -138,6 +143,8 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
         allowed_uids=config.uids,
         descriptors_from=frozenset((0, os.geteuid())),
     )
+    if frozen := vault.custody.freezes.forms:
+        _log.warning("%d freezes are in force: sallyport vault list shows them", len(frozen))
     _log.info("ready: %d secrets, %d sandboxes", len(vault.store.list_infos()), len(vault.custody.names()))
     try:
         async with asyncio.TaskGroup() as group:

@@ -24,6 +24,7 @@ class Code(StrEnum):
     NOT_BOUND = "not_bound"  # the secret may not be used there
     NOT_GRANTED = "not_granted"  # the sandbox may not have the secret
     EXPIRED = "expired"
+    EXHAUSTED = "exhausted"  # the secret was used as often as its limits allow
     STALE_GENERATION = "stale_generation"
     DAMAGED = "damaged"  # what is stored cannot be read
     PATH_FORBIDDEN = "path_forbidden"  # the operator does not allow this path of the host
@@ -37,6 +38,7 @@ class Code(StrEnum):
     NOT_RUNNING = "not_running"  # no process of the sandbox is left
     FULL = "full"
     RATE_LIMITED = "rate_limited"
+    FROZEN = "frozen"  # the operator has stopped the use of the secret
     UNAVAILABLE = "unavailable"  # a part that the request needs does not answer
     AUDIT_UNAVAILABLE = "audit_unavailable"
     RESIDUE = "residue"  # a removed object still has parts

@@ -397,7 +397,7 @@ class Creations:
         env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
         with contextlib.suppress(RegistryError):  # Without this its output is not shown.
             await self._registry.record(row.id, lambda history: history.handed_over(env))
-        await self._vaultd.regrant(row.id, compiled.grants, compiled.names)
+        await self._vaultd.regrant(row.id, compiled.grants, compiled.names, metadata=row.metadata)
         in_force = await self._hostd.configure(row.id, compiled.selection, decided=False)
         await self._hand_over(row.id, self._tokens.execd(row.id), plan.command, env)
         return in_force
@@ -417,7 +417,7 @@ class Creations:
             **({"pool": row.pool} if row.pool else {}),
             volumes=[volumes.described(volume) for volume in plan.volumes] or None,
         )
-        root_pem = await self._vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names)
+        root_pem = await self._vaultd.open_sandbox(row.id, row.lineage, compiled.grants, compiled.names, row.metadata)
         launch = Launch(
             sandbox=row.id,
             runtime=Runtime(row.runtime),

@@ -172,7 +172,8 @@ async def test_other_destinations_are_refused_and_the_refusal_is_on_record(
 @pytest.mark.parametrize(
     ("grants", "code"),
     [
-        ([Grant.make("absent", "api.good.test", 443, "https")], "unknown_secret"),
+        ([Grant.make("inline:absent", "api.good.test", 443, "https")], "unknown_secret"),
+        ([Grant.make("absent", "*.good.test", 443, "https")], "unknown_secret"),
         ([Grant.make("token", "evil.test", 443, "https")], "not_bound"),
         ([Grant.make("token", "*.good.test", 443, "https")], "not_bound"),
         ([Grant.make("token", "api.good.test", 80, "http")], "not_bound"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
+from vault import conditions
 from vault.grants import SecretBinding, secret_name
 from vault.secret import Secret, value_problem
 from wire import Code
@@ -94,6 +95,7 @@ class SecretInfo:
     def from_json(cls, document: dict[str, Any]) -> "SecretInfo":
         """Read `to_json`'s form."""
         binding = {key: document[key] for key in ("hosts", "ports", "schemes", "methods", "paths", "expires")}
+        binding |= {key: document[key] for key in conditions.KEYS & document.keys()}
         return cls(
             secret_name(document["name"]),
             int(document["version"]),

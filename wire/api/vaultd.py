@@ -16,6 +16,10 @@ MOST_GRANTS: Final = 512
 """Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
 MOST_PATTERNS: Final = 1024
 MOST_LEASE_SECONDS: Final = 300
+MOST_SELECTORS: Final = 64
+MOST_FREEZES: Final = 1024
+_MOST_METADATA: Final = 64
+_MOST_IMAGES: Final = 8
 _MOST_TEXT: Final = 256
 _MOST_HEAD: Final = 16384
 
@@ -46,6 +50,16 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class ConditionForm:
+    """Which sandboxes may have a stored secret, and how often it may be used (`vault.conditions`)."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    uses: int | None = None
+    sandbox_uses: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BindingForm:
     """Where a stored secret may go; `expires` is an RFC 3339 time."""
 
@@ -54,6 +68,7 @@ class BindingForm:
     schemes: tuple[str, ...]
     scope: Scope
     expires: str | None
+    conditions: ConditionForm = field(default_factory=ConditionForm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +114,21 @@ class Delete(Request[Done]):
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """A freeze: of one sandbox (None: all), of one secret (None: all), since an RFC 3339 time."""
+
+    sandbox: str | None
+    secret: str | None
+    since: str
+
+
+@dataclass(frozen=True, slots=True)
 class Listed:
-    """All stored secrets."""
+    """All stored secrets, the uses of those that are limited, and the freezes in force."""
 
     secrets: tuple[Metadata, ...]
+    used: Mapping[str, int] = field(default_factory=dict)
+    frozen: tuple[Frozen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +139,45 @@ class List(Request[Listed]):
 @dataclass(frozen=True, slots=True)
 class Rekey(Request[Done]):
     """Seal everything with the successor of the master key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset(Request[Done]):
+    """Count the uses of a secret from zero again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """The workers that have dropped their leases, and those that did not say so and lost their channel."""
+
+    confirmed: int
+    cut_off: int
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeAll(Request[Revoked]):
+    """End the leases of all workers, or of one sandbox's, or those of one secret. Grants stay."""
+
+    sandbox: str | None = None
+    secret: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(Request[Revoked]):
+    """Release no secret any more until `Unfreeze`, or those of one sandbox, or one secret; and end such leases."""
+
+    sandbox: str | None = None
+    secret: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfreeze(Request[Done]):
+    """End the freeze that was begun with the same values; refused (`invalid`) if there is none."""
+
+    sandbox: str | None = None
+    secret: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +196,7 @@ class OpenSandbox(Request[Opened]):
         inline: values of its own, by name.
         bounds: where its inline secrets may ever be granted; None: where `grants` has them.
         names: hosts (or `*.suffix`) that its worker's authorities may sign for; None: any.
+        metadata: that of its create call.
     """
 
     sandbox: str
@@ -139,9 +205,11 @@ class OpenSandbox(Request[Opened]):
     inline: Mapping[str, Value] = field(default_factory=dict)
     bounds: tuple[GrantForm, ...] | None = None
     names: tuple[str, ...] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
+        _bounded(self.metadata, _MOST_METADATA, "pairs of metadata")
         _bounded(self.lineage, _MOST_TEXT, "a lineage")
         _bounded(self.grants, MOST_GRANTS, "grants")
         _bounded(self.inline, MOST_GRANTS, "inline secrets")
@@ -159,6 +227,7 @@ class Regrant(Request[Done]):
         bounds: where its inline secrets may be granted. A secret in `inline` gets them all, another one keeps those
             that it had. None: those of `grants`, and as before.
         names: hosts (or `*.suffix`) that its worker's next authority may sign for; None: as before.
+        metadata: that of the create call that got this sandbox from a pool; None: as before.
     """
 
     sandbox: str
@@ -167,9 +236,11 @@ class Regrant(Request[Done]):
     keep: tuple[str, ...] | None = None
     bounds: tuple[GrantForm, ...] | None = None
     names: tuple[str, ...] | None = None
+    metadata: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
+        _bounded(self.metadata or {}, _MOST_METADATA, "pairs of metadata")
         _bounded(self.grants, MOST_GRANTS, "grants")
         _bounded(self.inline or {}, MOST_GRANTS, "inline secrets")
         _bounded(self.keep or (), MOST_GRANTS, "kept names")
@@ -207,13 +278,18 @@ class CloseSandbox(Request[Done]):
 
 @dataclass(frozen=True, slots=True)
 class Attach(Request[Done]):
-    """Make the one descriptor that comes with it the channel of a sandbox's worker."""
+    """Make the one descriptor that comes with it the channel of a sandbox's worker.
+
+    `images` are name and id of the image that the sandbox was started from, none after a restore; None: as before.
+    """
 
     sandbox: str
     generation: int
+    images: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
+        _bounded(self.images or (), _MOST_IMAGES, "names of an image")
         check_generation(self.generation)
 
 
@@ -240,7 +316,7 @@ class ReleasePurpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A secret that the worker may use for `lease_seconds`, within `scope`.
+    """A secret that the worker may use for `lease_seconds`, within `scope`, in `uses` requests (None: any number).
 
     `former` are the values before it that its host may still send back; they are looked for and never sent.
     """
@@ -249,8 +325,11 @@ class Released:
     former: tuple[Value, ...]
     lease_seconds: int
     scope: Scope
+    uses: int | None = None
 
     def __post_init__(self) -> None:
+        if self.uses is not None and self.uses < 1:
+            raise ValueError("a lease permits at least one use")
         if not 0 <= self.lease_seconds <= MOST_LEASE_SECONDS:
             raise ValueError(f"a lease is at most {MOST_LEASE_SECONDS} seconds")
 
@@ -302,7 +381,8 @@ def _bounded(value: Sized, most: int, what: str) -> None:
 
 CHANNEL: Final = Operations(Intermediate, Release)
 CONTROL: Final = Operations(
-    Put, Rotate, Delete, List, Rekey, OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin
+    *(Put, Rotate, Delete, List, Reset, RevokeAll, Freeze, Unfreeze, Rekey),
+    *(OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin),
 )
 SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
 """What other users than root may ask."""
