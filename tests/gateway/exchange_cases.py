@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gateway.effects import Over, SecretRefused
+from gateway.effects import Over, SecretRefused, SecretsSuspended
 from gateway.ledger import Ledger
 from gateway.scrub.searched import MAX_PARTIAL
 from policy.compiled import SecretAt
@@ -210,6 +210,11 @@ def fail(_ports: Ports) -> None:
     raise ConnectionError("gone")
 
 
+def freeze(_ports: Ports) -> None:
+    """Answer as the port of a frozen secret."""
+    raise SecretsSuspended("it is frozen")
+
+
 def revoke(ports: Ports) -> None:
     """Revoke the secret."""
     ports.revoke()
@@ -364,6 +369,16 @@ REQUESTS = [
     Case("the count fails", ORDER[:2], None, during={1: fail}),
     Case("the record is refused", ORDER[:3], 503, during={2: fail}, denied=("r",)),
     Case("the lease fails", ORDER[:4], 503, during={3: fail}, denied=("r",)),
+    Case("the secret is frozen", ORDER[:4], 503, during={3: freeze}, page=b"Not sent: it is frozen.", denied=("r",)),
+    Case(
+        "a secret that could come back is frozen",
+        ["decide", "count", "request allow", "searched"],
+        503,
+        decision=OPEN,
+        during={3: freeze},
+        page=b"Not sent: it is frozen.",
+        denied=("r",),
+    ),
     Case("the record of the use is refused", ORDER[:5], 503, during={4: fail}, denied=("r",)),
     Case("what to look for is not known", ORDER[:6], 503, during={5: fail}, denied=("r",)),
     Case("the second decision fails", ORDER, None, during={6: fail}),

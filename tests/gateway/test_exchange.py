@@ -18,7 +18,7 @@ from gateway.scrub.stream import Withheld
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
-from policy.facts import FlowFacts, Scheme
+from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import SecretPlan
 from tests.gateway.exchange_cases import (
     ALLOWED,
@@ -39,6 +39,7 @@ from tests.gateway.exchange_cases import (
     Seen,
     check,
 )
+from vault.secret import Secret
 
 DESTINATION = (HOST, 443, b"https")
 ROUTE = Route("198.51.100.7", HOST)
@@ -473,6 +474,24 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
         assert isinstance(verdict, Forward)
         sent = [value for name, value in verdict.head.headers if name == PLAN.name.encode()]
         assert [secret.encode()] == sent
+
+
+def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent() -> None:
+    """And each request takes its own, also on one flow, and with the same head."""
+    other = replace(PLAN, binding="more", header="X-More")
+
+    class Counted(Ports):
+        async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+            assert plan in (PLAN, other)
+            return await super().lease(PLAN, facts)
+
+    ports = Counted(AllowRequest("r", (PLAN, other)), (USE, replace(USE, plan=other)))
+    session = session_of(ports)
+    for number in (1, 2):
+        verdict = ended(Exchange(session, f"q{number}").request(PARTS, DESTINATION, no_connection))
+        assert isinstance(verdict, Forward)
+        assert 2 == [value for _, value in verdict.head.headers].count(SECRET.encode())
+        assert (number, 2 * number) == (ports.steps.count("lease"), ports.steps.count("secret.use allow"))
 
 
 def test_a_repeated_request_asks_for_a_searchable_document_as_soon_as_the_host_can_be_sent_a_secret() -> None:

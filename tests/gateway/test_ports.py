@@ -16,7 +16,7 @@ from gateway.budget import Budget
 from gateway.config import GatewayConfig, WorkerConstants
 from gateway.dns.queries import Outcome
 from gateway.dns.resolver import Resolution, Resolver
-from gateway.effects import SecretRefused
+from gateway.effects import SecretRefused, SecretsSuspended
 from gateway.ledger import Ledger
 from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.upstream import DialError, DialFailure, UpstreamDialler, judge
@@ -63,6 +63,7 @@ class Far:
     refusal: wire.RequestError | None = None
     former: tuple[str, ...] = ()
     lease_seconds: int = 300
+    uses: int | None = None
     asked: list[Release] = field(default_factory=list)
     channel: wire.Client | None = None
 
@@ -72,7 +73,8 @@ class Far:
         if self.refusal is not None:
             raise self.refusal
         former = tuple(map(Value, self.former))
-        return Released(Value(f"value {len(self.asked)}"), former, self.lease_seconds, self.scope)
+        uses = None if request.purpose else self.uses
+        return Released(Value(f"value {len(self.asked)}"), former, self.lease_seconds, self.scope, uses)
 
 
 @pytest.fixture
@@ -213,7 +215,7 @@ async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets
     assert Secret("value 2") == await secrets.lease(PLAN, request())
 
 
-@pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "unknown_secret"])
+@pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "exhausted", "unknown_secret"])
 async def test_what_vaultd_judged_is_a_refusal_with_its_reason(far: Far, secrets: LeasedSecrets, code: str) -> None:
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(SecretRefused) as caught:
@@ -226,6 +228,42 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(ReleaseRefusedError):
         await secrets.lease(PLAN, request())
+
+
+@pytest.mark.parametrize("purpose", ["lease", "searched"])
+async def test_a_frozen_secret_is_unknown_and_not_absent(far: Far, secrets: LeasedSecrets, purpose: str) -> None:
+    """A response could hold it still, so it must not be left out of the search. It is asked for again at once."""
+    far.refusal = wire.RequestError(wire.Code.FROZEN, "a sentence")
+    for _ in range(2):
+        with pytest.raises(SecretsSuspended) as caught:
+            await (secrets.lease(PLAN, request()) if purpose == "lease" else secrets.searched(USE))
+        assert "a sentence" == caught.value.reason
+    far.refusal = None
+    assert Secret("value 3") == await secrets.lease(PLAN, request())
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+async def test_a_lease_serves_as_many_requests_as_it_permits(far: Far, secrets: LeasedSecrets, uses: int) -> None:
+    """Requests at once take different uses; a request outside of the scope takes none, a search neither."""
+    far.uses, far.scope = uses, Scope(("GET",))
+    with pytest.raises(SecretRefused):
+        await secrets.lease(PLAN, request("PUT"))
+    values = await asyncio.gather(*(secrets.lease(PLAN, request()) for _ in range(6)))
+    assert 6 // uses == len(far.asked)
+    assert sorted(f"value {number // uses + 1}" for number in range(6)) == sorted(one.reveal() for one in values)
+    assert (values[-1],) == await secrets.searched(USE)
+    far.refusal = wire.RequestError(wire.Code.EXHAUSTED, "a sentence")
+    with pytest.raises(SecretRefused):
+        await secrets.lease(PLAN, request())
+    assert (values[-1],) == await secrets.searched(USE)  # what was sent may still come back
+    assert 6 // uses + 1 == len(far.asked)
+
+
+async def test_a_lease_without_a_limit_after_one_with_a_limit_is_not_counted(far: Far, secrets: LeasedSecrets) -> None:
+    far.uses = 1
+    await secrets.lease(PLAN, request())
+    far.uses = None
+    assert 1 == len({(await secrets.lease(PLAN, request())).reveal() for _ in range(3)})
 
 
 async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
