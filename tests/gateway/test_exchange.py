@@ -478,7 +478,7 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
 
 def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent() -> None:
     """And each request takes its own, also on one flow, and with the same head."""
-    other = replace(PLAN, binding="more", header="X-More")
+    other = replace(PLAN, binding="more", name="X-More")
 
     class Counted(Ports):
         async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
