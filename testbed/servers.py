@@ -160,6 +160,16 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         self.close_connection = ends or self.command == "HEAD"
 
+    def _stream(self) -> None:
+        """Send a short line twenty times a second, for a minute or until the connection ends."""
+        self._raw([b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"], False)
+        with contextlib.suppress(OSError):
+            for number in range(1200):
+                self._raw([b"5\r\n%04d\n\r\n" % number], False)
+                time.sleep(0.05)
+            self._raw([b"0\r\n\r\n"], False)
+        self.close_connection = True
+
     def _any(self) -> None:
         body = self._body()
         host = self.server.name
@@ -236,6 +246,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if parts.path == "/v1/redirect":
             self._reply(int(options["status"]), b"this way\n", Location=REDIRECTS[options["to"]])
+            return
+        if parts.path.startswith("/v1/stream/"):
+            self._stream()
             return
         if parts.path.startswith("/v1/quiet/"):
             self._reply(200, b"ok\n")

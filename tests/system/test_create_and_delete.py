@@ -99,7 +99,7 @@ def _warm(stack: Stack) -> Iterator[None]:
     "change",
     [
         {"image": {"uri": "sallyport/nowhere"}},
-        {"extensions": {"sallyport.policy": "unfulfilled"}},
+        {"extensions": {"sallyport.policy": "misbound"}},
         {"image": {"uri": UNSTARTABLE}},
     ],
     ids=["image", "secret", "start"],

@@ -91,7 +91,7 @@ def test_network_policy_of_the_create_call_is_enforced(runtime: str, stack: Stac
         "no-such-policy": {"extensions": {"sallyport.policy": "no-such-policy"}},
         "sallyport/no-such-image": {"image": {"uri": "sallyport/no-such-image"}},
         "memory": {"resourceLimits": {"memory": "a lot"}},
-        "unfulfilled-secret": {"extensions": {"sallyport.policy": "unfulfilled"}},
+        "index-login": {"extensions": {"sallyport.policy": "misbound"}},
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
