@@ -25,7 +25,7 @@ import vault.cli
 import vault.keyring
 from gateway.dns.names import over_bounds
 from gateway.translate import refusal_of_form
-from lifecycle import about, console, doctor, images, running, volumes
+from lifecycle import about, console, doctor, images, running, stored_secrets, volumes
 from lifecycle.config import launch, reference, settings
 from lifecycle.config.settings import Settings, SettingsError
 from runtimes.process import api_listener
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         case "init-config", _:
             return _init_config(options.output)
         case "policy", "check":
-            return policy.cli.check(_policy_file(options))
+            return policy.cli.check(_policy_file(options), stored_secrets.read(_server_of(options)))
         case "policy", "explain":
             return _explain(options)
         case "vault", _:
@@ -275,13 +275,18 @@ def _kept_anchors(options: argparse.Namespace) -> list[Path]:
     return [path.with_name(f"{path.name}.old"), path]
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _server_of(options: argparse.Namespace) -> Settings | None:
+    """Return the settings of the server that a policy is for; None if there are none and the file is named."""
     try:
-        configured: Settings | None = _configured(options)
+        return _configured(options)
     except SettingsError:
         if options.file is None or options.config is not None:
             raise
-        configured = None
+        return None
+
+
+def _explain(options: argparse.Namespace) -> int:
+    configured = _server_of(options)
     return policy.cli.explain(
         _policy_file(options),
         options.policy,
@@ -295,6 +300,7 @@ def _explain(options: argparse.Namespace) -> int:
         mapped={} if configured is None else configured.get("sallyport.host_addresses"),
         form=refusal_of_form,
         bounds=over_bounds,
+        stored=stored_secrets.read(configured),
     )
 
 

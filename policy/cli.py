@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from policy import explain as explanation
 from policy.addresses import IPNetwork
 from policy.compile import UnknownPolicy, compile_named, secrets_of
-from policy.compiled import CompiledPolicy
+from policy.compiled import CompiledPolicy, SecretUse
 from policy.decision import Deny
 from policy.destination import decide_address
 from policy.document import DENY_ALL_NAME, PolicyDocument
@@ -27,8 +28,23 @@ from policy.problems import PolicyError, meant
 OK, DENIED, WRONG = 0, 1, 2
 
 
-def check(path: Path | str) -> int:
-    """Check a policy file, and print a summary or its problems."""
+class Stored(Protocol):
+    """What is known of the vault's secrets. `unknown` says why nothing is known, empty if they are."""
+
+    @property
+    def unknown(self) -> str: ...
+
+    def remark(self, use: SecretUse) -> str:
+        """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does."""
+        ...
+
+
+def check(path: Path | str, stored: Stored | None = None) -> int:
+    """Check a policy file, and print a summary or its problems.
+
+    Args:
+        stored: what is known of the secrets in the vault. What the vault lacks is no problem of the file.
+    """
     document = _load(path)
     if document is None:
         return WRONG
@@ -41,6 +57,10 @@ def check(path: Path | str) -> int:
         print(f"  policy {name}: {len(policy.rules)} rules, {policy.mode}, {policy.digest[:16]}")
         for use in secrets_of(policy):
             print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
+            if stored is not None and not stored.unknown and (lack := stored.remark(use)):
+                print(f"      note: {lack}")
+    if stored is not None and stored.unknown:
+        print(f"  secrets: not checked: {stored.unknown}")
     for remark in document.remarks:
         print(f"{document.origin}:{remark.line}:{remark.column}: note: {remark.text}")
     return OK
@@ -60,6 +80,7 @@ def explain(
     mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
     form: Form | None = None,
     bounds: Bounds | None = None,
+    stored: Stored | None = None,
 ) -> int:
     """Print the gateway's verdict on one request under a policy of the file, with the reasons.
 
@@ -71,6 +92,7 @@ def explain(
         form: returns why the gateway refuses the form of a request. Without it the output says that the form was not
             checked.
         bounds: returns the limit that a resolved name exceeds.
+        stored: what is known of the secrets in the vault.
     """
     document = _load(file)
     if document is None:
@@ -105,7 +127,7 @@ def explain(
         Destination(request.host, place, port, request.scheme, source)
         for place in fixed or ([] if given is None else [given])
     ]
-    code = _explain(compiled, request, form, None if fixed else bounds)
+    code = _explain(compiled, request, form, None if fixed else bounds, stored)
     return _explain_addresses(compiled, places, opened) if code == OK and places else code
 
 
@@ -128,7 +150,9 @@ def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened
     return DENIED if all(isinstance(answer, Deny) for answer in answers) else OK
 
 
-def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None) -> int:
+def _explain(
+    policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None, stored: Stored | None
+) -> int:
     explained = explanation.explain(policy, request, form, bounds)
     if isinstance(explained.name, Deny):
         return _denied("name", explained.name)
@@ -148,6 +172,9 @@ def _explain(policy: CompiledPolicy, request: RequestFacts, form: Form | None, b
         print(f"           - {condition}")
     for plan in () if decision is None else decision.plans:
         print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
+        use = SecretUse(plan.secret, request.host, request.port, request.scheme, plan.kind, plan.slot, plan.binding)
+        if stored is not None and (lack := stored.remark(use)):
+            print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
     return OK if explained.sent else DENIED
 
 

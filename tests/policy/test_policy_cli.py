@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from policy.cli import check, explain
+from policy.compiled import SecretUse
 
 EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
 
@@ -99,3 +100,42 @@ def test_an_invalid_question_is_distinguished_from_a_denial(
     """With exit code 2."""
     assert 2 == explain(EXAMPLE, policy, host, 443, scheme)
     assert capsys.readouterr().err
+
+
+class Stored:
+    """The vault of a test: it says the same of each secret."""
+
+    def __init__(self, lack: str, unknown: str = "") -> None:
+        self.lack, self.unknown = lack, unknown
+        self.asked: set[tuple[str, str, int]] = set()
+
+    def remark(self, use: SecretUse) -> str:
+        self.asked.add((use.secret, use.host, use.port))
+        return self.lack
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        (Stored("the vault has no such secret"), "note: the vault has no such secret"),
+        (Stored("", "the server does not run"), "secrets: not checked: the server does not run"),
+        (Stored(""), None),
+    ],
+)
+def test_check_says_what_the_vault_lacks_and_the_file_is_good_nevertheless(
+    stored: Stored, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == check(EXAMPLE, stored)
+    printed = capsys.readouterr().out
+    assert said in printed if said else not {"note:", "not checked"} & set(printed.split())
+    assert bool(stored.asked) is not bool(stored.unknown)
+
+
+@pytest.mark.parametrize("unknown", ["", "the server does not run"])
+def test_explain_says_what_the_vault_lacks_for_the_request(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = Stored("not checked" if unknown else "the secret has expired", unknown)
+    assert 0 == explain(EXAMPLE, "agents", "api.corp-example.com", 443, "https", "GET", "/v1/x", stored=stored)
+    printed = capsys.readouterr().out
+    said = f"not checked ({unknown})" if unknown else "the secret has expired"
+    assert f"  vault    api-token: {said}\n" in printed
+    assert ("api-token", "api.corp-example.com", 443) in stored.asked

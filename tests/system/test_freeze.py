@@ -3,7 +3,6 @@
 It tests `vault/freeze.py`, `vault/budgets.py` and `vault/conditions.py` with real workers and hostd's report of images.
 """
 
-import asyncio
 import os
 import secrets
 import signal
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 from opensandbox.models.execd import RunCommandOpts
-from opensandbox.sync.manager import SandboxManagerSync
 from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.census import daemons
@@ -22,7 +20,7 @@ from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
 from tests.system.test_create_and_delete import until
-from tests.system.test_snapshots import ready, restore
+from tests.system.test_snapshots import closing_manager, ready, removed, restore
 from vault.client import AdminClient
 from vault.conditions import Limits, Selectors
 from vault.grants import SecretBinding
@@ -180,17 +178,13 @@ async def test_a_restored_sandbox_has_no_image_for_the_vault(stack: Stack, vault
     binding = SecretBinding.make([STATUS], selectors=Selectors.make({}, [IMAGE]))
     await vault.put("counted-token", Secret(secrets.token_hex(16)), binding)
     mark = secrets.token_hex(8)
-    try:
-        with sandbox_of(stack, "runc", "counted") as source:
-            assert asked(source, STATUS, f"/{mark}").endswith("200")
-            manager = SandboxManagerSync.create(stack.connection)
-            snapshot = await asyncio.to_thread(ready, manager, source)
-        restored = await asyncio.to_thread(restore, stack, snapshot, "runc", "counted")
+    with closing_manager(stack) as manager:
         try:
-            assert "other images" in asked(restored, STATUS, f"/{mark}")
+            with sandbox_of(stack, "runc", "counted") as source:
+                assert asked(source, STATUS, f"/{mark}").endswith("200")
+                snapshot = ready(manager, source)
+            with removed(restore(stack, snapshot, "runc", "counted")) as restored:
+                assert "other images" in asked(restored, STATUS, f"/{mark}")
+            manager.delete_snapshot(snapshot)
         finally:
-            restored.kill()
-            restored.close()
-        manager.delete_snapshot(snapshot)
-    finally:
-        await vault.delete("counted-token")
+            await vault.delete("counted-token")

@@ -151,7 +151,10 @@ async def test_serve_gets_the_sandbox_operations_and_no_others(daemons: Any) -> 
 
 @pytest.mark.system
 async def test_the_process_is_hardened(daemons: Any) -> None:
-    """No core file, no new privileges, no capability, and its own uid. Its own uid cannot read its memory."""
+    """No core file, no new privileges, no capability, and its own uid. Its own uid cannot read its memory.
+
+    Its memory is locked as far as its limit allows.
+    """
     pid = daemons.vaultd.pid
     limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
     assert ["0", "0"] == next(line for line in limits if line.startswith("Max core file size")).split()[4:6]
@@ -160,6 +163,12 @@ async def test_the_process_is_hardened(daemons: Any) -> None:
     )
     assert "1" == status["NoNewPrivs"]
     assert "0000000000000000" == status["CapEff"]
+    locked = next(line for line in limits if line.startswith("Max locked memory")).split()[-2]
+    resident = int(status["VmRSS"].split()[0])
+    if locked == "unlimited" or int(locked) > 4096 * resident:
+        assert int(status["VmLck"].split()[0]) >= resident
+    else:
+        assert int(status["VmLck"].split()[0]) * 1024 <= int(locked)
     assert [str(daemons.uid)] * 4 == status["Uid"].split()
     assert 0 == Path(f"/proc/{pid}/environ").stat().st_uid  # root's, because the process is not dumpable
 
