@@ -14,9 +14,8 @@ from lifecycle.config import launch
 from lifecycle.config.settings import Settings
 from policy.compile import SecretUse
 from vault.client import AdminClient
-from vault.custody import missing
 from vault.freeze import Extent
-from vault.grants import Grant, check
+from vault.grants import Grant, check, missing
 from vault.stores.port import SecretInfo
 from wire.api.vaultd import Listed
 

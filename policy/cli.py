@@ -28,7 +28,7 @@ from policy.problems import PolicyError, meant
 OK, DENIED, WRONG = 0, 1, 2
 
 
-class Stored(Protocol):
+class KnownSecrets(Protocol):
     """What is known of the vault's secrets. `unknown` says why nothing is known, empty if they are."""
 
     @property
@@ -39,7 +39,7 @@ class Stored(Protocol):
         ...
 
 
-def check(path: Path | str, stored: Stored | None = None) -> int:
+def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
     """Check a policy file, and print a summary or its problems.
 
     Args:
@@ -80,7 +80,7 @@ def explain(
     mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
     form: Form | None = None,
     bounds: Bounds | None = None,
-    stored: Stored | None = None,
+    stored: KnownSecrets | None = None,
 ) -> int:
     """Print the gateway's verdict on one request under a policy of the file, with the reasons.
 
@@ -151,7 +151,7 @@ def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened
 
 
 def _explain(
-    policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None, stored: Stored | None
+    policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None, stored: KnownSecrets | None
 ) -> int:
     explained = explanation.explain(policy, request, form, bounds)
     if isinstance(explained.name, Deny):

@@ -235,7 +235,7 @@ class Sandboxes:
         return sandbox.policy
 
     async def _image(self, spec: Launch) -> LocalImage:
-        """Return the image of a launch, once: the vault is told the same one that the container is made of."""
+        """Return the image of a launch, once: the vault learns of the image that the container is made of."""
         if spec.snapshot is None:
             return await self._images.image(spec.image)
         return await self._docker.snapshot_image(spec.snapshot)

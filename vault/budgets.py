@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from vault.conditions import Limits
+from vault.conditions import UseLimits
 from vault.stores.directory import SealedDirectory, SealedRecordError
 
 MOST_SHARE = 256
@@ -39,7 +39,9 @@ class Budgets:
     def __init__(self, directory: SealedDirectory | None = None) -> None:
         self._directory = directory
         self._used: dict[str, _Used | None] = {}
-        for name in () if directory is None else directory.names():
+        if directory is None:
+            return
+        for name in directory.names():
             try:
                 self._used[name] = _read(directory.read(name)[1])
             except (SealedRecordError, ValueError, KeyError, TypeError):
@@ -51,7 +53,7 @@ class Budgets:
         found = self._used.get(secret)
         return 0 if found is None else found.total
 
-    def left(self, secret: str, sandbox: str, limits: Limits) -> int | None:
+    def left(self, secret: str, sandbox: str, limits: UseLimits) -> int | None:
         """Return how many more uses a sandbox may have of a secret; None is any number."""
         if not limits.limited:
             return None
@@ -62,7 +64,7 @@ class Budgets:
         left += [] if limits.sandbox_uses is None else [limits.sandbox_uses - used.sandboxes[sandbox]]
         return max(0, min(left))
 
-    def take(self, secret: str, sandbox: str, limits: Limits) -> int | None:
+    def take(self, secret: str, sandbox: str, limits: UseLimits) -> int | None:
         """Count the uses of a new lease, durably, and return their number: at least one; None is any number.
 
         Raises:

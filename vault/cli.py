@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 
 import wire
 from vault.client import AdminClient
-from vault.conditions import ConditionError, Limits, Selectors
+from vault.conditions import ConditionError, Selectors, UseLimits
 from vault.freeze import Extent
 from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
@@ -207,7 +207,7 @@ def _binding(options: argparse.Namespace) -> SecretBinding:
         options.path,
         options.expires,
         Selectors.make(dict(map(_pair, options.metadata or ())), options.image or ()),
-        Limits(options.max_uses, options.max_uses_per_sandbox),
+        UseLimits(options.max_uses, options.max_uses_per_sandbox),
     )
 
 

@@ -214,11 +214,11 @@ class AdminClient(wire.Client):
 
     async def freeze(self, sandbox: str | None = None, secret: str | None = None) -> vaultd.Revoked:
         """Release no secret until `unfreeze`, or those of a sandbox, or one secret; and end such leases."""
-        return await self.ask(vaultd.Freeze(sandbox, secret))
+        return await self.ask(vaultd.FreezeSecrets(sandbox, secret))
 
     async def unfreeze(self, sandbox: str | None = None, secret: str | None = None) -> None:
         """End the freeze that was begun with the same values."""
-        await self.ask(vaultd.Unfreeze(sandbox, secret))
+        await self.ask(vaultd.UnfreezeSecrets(sandbox, secret))
 
     async def rotate(self, name: str, value: Secret) -> int:
         """Replace a value, revoke its leases, return the new version."""

@@ -57,7 +57,7 @@ class Selectors:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class UseLimits:
     """How often a secret may be used: in all, and by each sandbox; None is no limit."""
 
     uses: int | None = None
@@ -75,10 +75,10 @@ class Limits:
 
 
 ANY_SANDBOX: Final = Selectors()
-UNLIMITED: Final = Limits()
+UNLIMITED: Final = UseLimits()
 
 
-def to_json(selectors: Selectors, limits: Limits) -> dict[str, Any]:
+def to_json(selectors: Selectors, limits: UseLimits) -> dict[str, Any]:
     """The form in files, and of `sallyport vault list --json`; only the conditions that there are."""
     found = {
         "metadata": dict(selectors.metadata),
@@ -93,7 +93,7 @@ KEYS = frozenset({"metadata", "images", "max_uses", "max_uses_per_sandbox"})
 """The keys of `to_json`."""
 
 
-def from_json(document: Mapping[str, Any]) -> tuple[Selectors, Limits]:
+def from_json(document: Mapping[str, Any]) -> tuple[Selectors, UseLimits]:
     """Read `to_json`'s form.
 
     Raises:
@@ -102,7 +102,7 @@ def from_json(document: Mapping[str, Any]) -> tuple[Selectors, Limits]:
     metadata, images = document.get("metadata", {}), document.get("images", [])
     if not isinstance(metadata, Mapping) or not isinstance(images, list):
         raise ConditionError("metadata is an object, images are a list")
-    return Selectors.make(metadata, images), Limits(document.get("max_uses"), document.get("max_uses_per_sandbox"))
+    return Selectors.make(metadata, images), UseLimits(document.get("max_uses"), document.get("max_uses_per_sandbox"))
 
 
 def _fits(pattern: re.Pattern[str], text: object) -> bool:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from policy.facts import Scheme
 from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.budgets import Budgets
 from vault.freeze import Freezes
@@ -38,6 +37,7 @@ from vault.grants import (
     SecretBinding,
     check,
     inline_name,
+    missing,
     secret_name,
     within,
 )
@@ -491,14 +491,6 @@ class Custody:
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
-
-
-def missing(wanted: Grant) -> str:
-    """Say which secret is not in the vault, and how it gets there."""
-    add = f"sallyport vault put {wanted.secret} --host {wanted.host}"
-    add += "" if wanted.port == 443 else f" --port {wanted.port}"
-    add += "" if wanted.scheme is Scheme.HTTPS else f" --scheme {wanted.scheme}"
-    return f"the vault has no secret {wanted.secret}; the operator adds it: {add}"
 
 
 def _storable(name: str) -> bool:

@@ -20,7 +20,7 @@ from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import PathPattern, ambiguity
 from vault import conditions
-from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Limits, Selectors
+from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Selectors, UseLimits
 from wire.api.vaultd import MOST_GRANTS, BindingForm, ConditionForm, GrantForm, Scope
 from wire.errors import Code
 
@@ -120,7 +120,7 @@ class SecretBinding:
     scope: RequestScope = RequestScope()
     expires: datetime | None = None
     selectors: Selectors = ANY_SANDBOX
-    limits: Limits = UNLIMITED
+    limits: UseLimits = UNLIMITED
 
     def __post_init__(self) -> None:
         if not self.hosts or not self.ports or not self.schemes:
@@ -138,7 +138,7 @@ class SecretBinding:
         paths: Iterable[str] | None = None,
         expires: str | datetime | None = None,
         selectors: Selectors = ANY_SANDBOX,
-        limits: Limits = UNLIMITED,
+        limits: UseLimits = UNLIMITED,
     ) -> "SecretBinding":
         """Build a binding from what a person wrote; every host is made canonical, wildcards are refused.
 
@@ -182,7 +182,7 @@ class SecretBinding:
         chosen = form.conditions
         try:
             selectors = Selectors.make(chosen.metadata, chosen.images)
-            limits = Limits(chosen.uses, chosen.sandbox_uses)
+            limits = UseLimits(chosen.uses, chosen.sandbox_uses)
         except ConditionError as error:
             raise GrantError(str(error)) from None
         scope = form.scope
@@ -315,6 +315,14 @@ def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None
     if grant.scheme not in binding.schemes:
         return Refusal(Code.NOT_BOUND, "the secret is not bound to this scheme")
     return None
+
+
+def missing(wanted: Grant) -> str:
+    """Say which secret is not in the vault, and how it gets there."""
+    add = f"sallyport vault put {wanted.secret} --host {wanted.host}"
+    add += "" if wanted.port == 443 else f" --port {wanted.port}"
+    add += "" if wanted.scheme is Scheme.HTTPS else f" --scheme {wanted.scheme}"
+    return f"the vault has no secret {wanted.secret}; the operator adds it: {add}"
 
 
 def within(grants: Iterable[Grant], bounds: Iterable[Grant]) -> frozenset[Grant]:

@@ -83,9 +83,9 @@ class VaultOperations:
                 await self._reset(request, actor)
             case vaultd.RevokeAll():
                 return await self._revoke_all(request, actor)
-            case vaultd.Freeze():
+            case vaultd.FreezeSecrets():
                 return await self._freeze(request, actor)
-            case vaultd.Unfreeze():
+            case vaultd.UnfreezeSecrets():
                 await self._unfreeze(request, actor)
             case vaultd.Rekey():
                 await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
@@ -150,7 +150,7 @@ class VaultOperations:
         self._audit.note("vault.revoke_all", "info", sandbox=extent.sandbox, secret=extent.secret, actor=actor)
         return await self._channels.end_leases(extent)
 
-    async def _freeze(self, request: vaultd.Freeze, actor: str) -> vaultd.Revoked:
+    async def _freeze(self, request: vaultd.FreezeSecrets, actor: str) -> vaultd.Revoked:
         extent = self._known_extent(request.sandbox, request.secret)
         try:
             self._custody.freezes.begin(extent, datetime.now(UTC))
@@ -161,7 +161,7 @@ class VaultOperations:
         self._custody.freezes.save()  # not earlier: a slow disk must not delay the workers
         return revoked
 
-    async def _unfreeze(self, request: vaultd.Unfreeze, actor: str) -> None:
+    async def _unfreeze(self, request: vaultd.UnfreezeSecrets, actor: str) -> None:
         extent = _extent(request.sandbox, request.secret)
         self._check_frozen(extent)
         about = {"sandbox": extent.sandbox, "secret": extent.secret, "actor": actor}

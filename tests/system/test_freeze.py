@@ -22,7 +22,7 @@ from tests.conftest import ONE_RUNTIME
 from tests.system.test_create_and_delete import until
 from tests.system.test_snapshots import closing_manager, ready, removed, restore
 from vault.client import AdminClient
-from vault.conditions import Limits, Selectors
+from vault.conditions import Selectors, UseLimits
 from vault.grants import SecretBinding
 from vault.secret import Secret
 
@@ -153,7 +153,7 @@ async def test_a_secret_is_sent_as_often_as_its_limit_says_and_for_the_sandboxes
 ) -> None:
     """Requests are counted, not connections: two clients at once, each with one connection for all its requests."""
     value, marks = f"counted-{secrets.token_hex(16)}", [secrets.token_hex(8) for _ in range(3)]
-    binding = SecretBinding.make([STATUS], selectors=Selectors.make({"team": "a"}, [IMAGE]), limits=Limits(uses=7))
+    binding = SecretBinding.make([STATUS], selectors=Selectors.make({"team": "a"}, [IMAGE]), limits=UseLimits(uses=7))
     await vault.put("counted-token", Secret(value), binding)
     try:
         with (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vault.budgets import MOST_SHARE, Budgets
-from vault.conditions import UNLIMITED, Limits
+from vault.conditions import UNLIMITED, UseLimits
 from vault.keyring import Keyring
 from vault.stores.directory import SealedDirectory
 
@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Iterator[SealedDirectory]:
 
 @given(st.integers(1, 300_000), st.lists(st.sampled_from(["one", "two"]), max_size=60))
 def test_leases_together_permit_at_most_the_limit(most: int, sandboxes: list[str]) -> None:
-    budgets, limits, permitted = Budgets(), Limits(uses=most), 0
+    budgets, limits, permitted = Budgets(), UseLimits(uses=most), 0
     for sandbox in sandboxes:
         left = budgets.left("token", sandbox, limits)
         if not left:
@@ -42,13 +42,13 @@ def test_leases_together_permit_at_most_the_limit(most: int, sandboxes: list[str
 
 def test_the_uses_of_a_small_limit_are_given_one_at_a_time() -> None:
     """So none is lost with a lease that ends early."""
-    budgets, limits = Budgets(), Limits(uses=3)
+    budgets, limits = Budgets(), UseLimits(uses=3)
     assert [1, 1, 1] == [budgets.take("token", sandbox, limits) for sandbox in ("one", "two", "one")]
     assert 0 == budgets.left("token", "two", limits)
 
 
 def test_a_limit_of_each_sandbox_is_its_own_and_the_total_holds_beside_it() -> None:
-    budgets, limits = Budgets(), Limits(uses=3, sandbox_uses=2)
+    budgets, limits = Budgets(), UseLimits(uses=3, sandbox_uses=2)
     for sandbox in ("one", "one", "two"):
         assert 1 == budgets.take("token", sandbox, limits)
     assert (0, 0) == (budgets.left("token", "one", limits), budgets.left("token", "two", limits))
@@ -62,7 +62,7 @@ def test_a_secret_without_limits_is_not_counted(directory: SealedDirectory) -> N
 
 
 def test_counts_outlive_the_process_until_they_are_reset(directory: SealedDirectory) -> None:
-    limits = Limits(uses=2, sandbox_uses=2)
+    limits = UseLimits(uses=2, sandbox_uses=2)
     Budgets(directory).take("token", "one", limits)
     again = Budgets(directory)
     assert (1, 1, 1) == (again.used("token"), again.left("token", "one", limits), again.left("token", "two", limits))
@@ -74,7 +74,7 @@ def test_counts_outlive_the_process_until_they_are_reset(directory: SealedDirect
 
 
 def test_what_cannot_be_counted_is_not_given(directory: SealedDirectory, tmp_path: Path) -> None:
-    budgets, limits = Budgets(directory), Limits(uses=2)
+    budgets, limits = Budgets(directory), UseLimits(uses=2)
     blocked = tmp_path / "budgets" / "+token.sealed"
     blocked.mkdir()
     with pytest.raises(OSError):
@@ -84,7 +84,7 @@ def test_what_cannot_be_counted_is_not_given(directory: SealedDirectory, tmp_pat
 
 
 def test_counts_that_cannot_be_read_count_as_used_up(directory: SealedDirectory, tmp_path: Path) -> None:
-    limits = Limits(uses=9)
+    limits = UseLimits(uses=9)
     Budgets(directory).take("token", "one", limits)
     record = tmp_path / "budgets" / "=token.sealed"
     record.write_bytes(record.read_bytes()[:-1] + b"x")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Limits, Selectors, from_json, to_json
+from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Selectors, UseLimits, from_json, to_json
 from vault.grants import GrantError, SecretBinding
 from wire import codec
 from wire.api.vaultd import BindingForm
@@ -74,7 +74,7 @@ def test_conditions_are_read_as_they_were_written(
     metadata: dict[str, str], images: list[str], uses: int | None, sandbox_uses: int | None
 ) -> None:
     """In files, and in the messages of a binding."""
-    selectors, limits = Selectors.make(metadata, images), Limits(uses, sandbox_uses)
+    selectors, limits = Selectors.make(metadata, images), UseLimits(uses, sandbox_uses)
     assert (selectors, limits) == from_json(to_json(selectors, limits))
     binding = SecretBinding.make(["a.test"], selectors=selectors, limits=limits)
     assert binding == SecretBinding.from_json(binding.to_json())

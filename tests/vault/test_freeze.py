@@ -16,7 +16,7 @@ from tests.vault.requests import ASK, BINDING, CANARY, GRANT, SANDBOX
 from tests.vault.test_channels import opened, refusal
 from vault import freeze
 from vault.client import ReleaseRefusedError
-from vault.conditions import Limits, Selectors
+from vault.conditions import Selectors, UseLimits
 from vault.freeze import ALL, Extent, Freezes, TooManyFreezesError
 from vault.grants import Grant, SecretBinding
 from vault.keyring import Keyring
@@ -99,7 +99,7 @@ def test_the_number_of_freezes_is_bounded_and_everything_can_always_be_frozen(mo
 
 
 async def two_workers(vault: Any) -> tuple[Any, Any, asyncio.Queue[Any], asyncio.Queue[Any]]:
-    """Return two workers that hold leases of two secrets, and what each is told to drop."""
+    """Return two workers that hold leases of two secrets, and what each receives to drop."""
     told: tuple[asyncio.Queue[Any], asyncio.Queue[Any]] = (asyncio.Queue(), asyncio.Queue())
     for name in ("token", "other"):
         await vault.admin.put(name, Secret(f"{CANARY}-{name}"), BINDING)
@@ -248,7 +248,7 @@ async def test_a_removed_sandbox_leaves_no_freeze(vault: Any) -> None:
 
 async def test_a_limited_secret_is_released_as_often_as_its_limit_says_over_restarts(vault: Any) -> None:
     """Each lease permits one use, counted before the value leaves. A search in responses uses nothing."""
-    binding = SecretBinding.make(["api.good.test"], limits=Limits(uses=3, sandbox_uses=2))
+    binding = SecretBinding.make(["api.good.test"], limits=UseLimits(uses=3, sandbox_uses=2))
     worker = await opened(vault, binding)
     assert 1 == (await worker.release(*ASK)).uses
     await vault.stop()
@@ -269,7 +269,7 @@ async def test_a_limited_secret_is_released_as_often_as_its_limit_says_over_rest
 
 
 async def test_a_use_that_cannot_be_counted_is_no_release(vault: Any) -> None:
-    worker = await opened(vault, SecretBinding.make(["api.good.test"], limits=Limits(uses=9)))
+    worker = await opened(vault, SecretBinding.make(["api.good.test"], limits=UseLimits(uses=9)))
     blocked = vault.directory / "vault" / "budgets" / "+token.sealed"
     blocked.mkdir()
     assert "storage" == await refusal(worker.release(*ASK))
@@ -279,7 +279,7 @@ async def test_a_use_that_cannot_be_counted_is_no_release(vault: Any) -> None:
 
 
 async def test_a_new_secret_of_an_old_name_is_counted_from_zero(vault: Any) -> None:
-    binding = SecretBinding.make(["api.good.test"], limits=Limits(uses=1))
+    binding = SecretBinding.make(["api.good.test"], limits=UseLimits(uses=1))
     worker = await opened(vault, binding)
     await worker.release(*ASK)
     await vault.admin.delete("token")

@@ -165,15 +165,15 @@ class RevokeAll(Request[Revoked]):
 
 
 @dataclass(frozen=True, slots=True)
-class Freeze(Request[Revoked]):
-    """Release no secret any more until `Unfreeze`, or those of one sandbox, or one secret; and end such leases."""
+class FreezeSecrets(Request[Revoked]):
+    """Release no secret until `UnfreezeSecrets`, or none of one sandbox, or not this one; and end such leases."""
 
     sandbox: str | None = None
     secret: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Unfreeze(Request[Done]):
+class UnfreezeSecrets(Request[Done]):
     """End the freeze that was begun with the same values; refused (`invalid`) if there is none."""
 
     sandbox: str | None = None
@@ -381,7 +381,7 @@ def _bounded(value: Sized, most: int, what: str) -> None:
 
 CHANNEL: Final = Operations(Intermediate, Release)
 CONTROL: Final = Operations(
-    *(Put, Rotate, Delete, List, Reset, RevokeAll, Freeze, Unfreeze, Rekey),
+    *(Put, Rotate, Delete, List, Reset, RevokeAll, FreezeSecrets, UnfreezeSecrets, Rekey),
     *(OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin),
 )
 SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
