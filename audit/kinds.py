@@ -111,7 +111,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "treatment": "`splice` (relayed unread) or `inspect`",
     "volume": "the name of the named volume",
     "volumes": "source, place inside, `ro` or `rw`, and `deleted-with-sandbox` of each volume; names and paths only",
-    "websocket": "the request asks for a WebSocket",
+    "websocket": "the request asks for a WebSocket; in an outcome with `reason`, the end of an accepted one",
 }
 """The meaning of each field that a producer writes; `audit.records` has its type and bound."""
 

@@ -4,6 +4,7 @@
     connection for the request          ->  recorded
     response head                       ->  Relay(status, headers, buffered) | Answer
     body chunks, trailers               ->  scrubbed bytes
+    bytes of an accepted WebSocket      ->  bytes to relay, those of the server scrubbed
 
 Order of a request:
 translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> learn what
@@ -22,6 +23,8 @@ to look for -> decide again -> `Forward`.
   body, trailers. The values to look for are fixed when the response begins. Encoded bodies are decoded up to a limit.
   A response that cannot be searched (part of a document, unknown charset) is withheld. Requests to such a host ask
   for `identity` and for the whole document (no `Range`).
+- A WebSocket to such a host has no extension, so its messages are not compressed. Its frames are read in both
+  directions (`gateway.scrub.frames`), and those of the server are scrubbed. Other WebSockets are relayed unread.
 
 Effects are ports (`gateway.effects`). The module does no framing, opens no connection and knows no engine. (Over 400
 lines: the order of one exchange, read from top to bottom.)
@@ -38,6 +41,7 @@ from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSus
 from gateway.inject import inject
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
+from gateway.scrub.frames import FrameReader, FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
 from gateway.scrub.stream import Scrubber, Withheld, scrub_header
@@ -54,7 +58,8 @@ MAX_RECORDED_PATH = 2048
 _KEPT_HEADS = 128
 _MAX_KEPT_HEAD = 4096
 _CLOSE: Headers = ((b"Connection", b"close"),)
-_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range"})
+_EXTENSIONS = b"sec-websocket-extensions"
+_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range", _EXTENSIONS})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
 
 type Reserve = Callable[[frozenset[SecretPlan]], Route | None]
@@ -166,6 +171,7 @@ class _Stage(Enum):
     STREAMED = auto()
     BUFFERED = auto()
     WITHHELD = auto()
+    TUNNEL = auto()
     COMPLETE = auto()
     FINISHED = auto()
 
@@ -198,7 +204,8 @@ class Exchange:
         self._status = 0
         self._relayed: Headers = ()
         self._page = b""
-        self._scrubber: Scrubber | MessageScrubber | None = None
+        self._scrubber: Scrubber | MessageScrubber | FrameScrubber | None = None
+        self._client_frames: FrameReader | None = None
         self._started = 0.0
         self._bytes_up = 0
         self._bytes_down = 0
@@ -281,8 +288,6 @@ class Exchange:
     def _decide(self, translated: Translated) -> AllowRequest | Deny:
         searched = self.session.searched
         decision = self.session.effects.decider.decide_request(translated.facts)
-        if isinstance(decision, AllowRequest) and translated.websocket and searched.bound():
-            return Deny(decision.rule, "WebSocket is off for hosts that are sent secrets")
         if isinstance(decision, AllowRequest) and (reason := searched.refusal()) is not None:
             return Deny("reflection", reason)
         if not isinstance(decision, AllowRequest | Deny):
@@ -504,9 +509,11 @@ class Exchange:
         patterns = self.session.searched.patterns
         own = _CLOSE if self._closes and not read.own else read.own
         self._relayed = (*self._without_secrets(read.headers), *own)
-        buffered = patterns is not None and read.coded
+        buffered = patterns is not None and read.coded and head.status != 101
         self._next((_Stage.HEADED,), _Stage.BUFFERED if buffered else _Stage.STREAMED)
-        if patterns is not None and not buffered:
+        if patterns is not None and head.status == 101:
+            self._scrubber, self._client_frames = FrameScrubber(patterns), FrameReader(masked=True)
+        elif patterns is not None and not buffered:
             by_message = self._http2 and head.http2 and read.grpc
             self._scrubber = MessageScrubber(patterns) if by_message else Scrubber(patterns)
         return Relay(head.status, pages.reason_phrase(head.status), self._relayed, buffered)
@@ -526,7 +533,9 @@ class Exchange:
         if session.searched.patterns is None:
             return None
         if head.status == 101:
-            raise RuntimeError("a tunnel to a host that can be sent secrets")
+            if not self.scrub or joined(head.headers, _EXTENSIONS):
+                raise RuntimeError("a WebSocket with an extension that was not requested")
+            return session.searched.refusal()
         if not self.scrub and head.status == 206:
             return "a part of a document cannot be searched for secrets"
         return reason or session.searched.refusal()
@@ -593,8 +602,55 @@ class Exchange:
         self._require(self._stage in _IN_BODY)
         return () if self._stage is _Stage.WITHHELD else self._without_secrets(fields)
 
+    # An accepted WebSocket.
+
+    def open_tunnel(self) -> None:
+        """The head of a 101 is sent: record the outcome. The request is in progress until the tunnel is closed."""
+        self._require(self.tunnel)
+        self._next((_Stage.STREAMED,), _Stage.TUNNEL)
+        self._outcome(self._status)
+
+    def tunnel_up(self, data: bytes) -> bytes:
+        """Take bytes of the client; return those to send to the server.
+
+        Raises:
+            Exception: the flow must end; nothing of these bytes may be sent.
+        """
+        self._require(self._stage is _Stage.TUNNEL)
+        self._bytes_up += len(data)
+        if self._client_frames is None:
+            return data
+        try:
+            return b"".join([piece.head + piece.content for piece in self._client_frames.pieces(data)])
+        except Withheld as error:
+            self.session.refused(Refused(str(error)))
+            raise
+
+    def tunnel_down(self, data: bytes) -> bytes:
+        """Take bytes of the server; return those that can be sent to the client now.
+
+        Raises:
+            Exception: see `tunnel_up`.
+        """
+        self._require(self._stage is _Stage.TUNNEL)
+        self._bytes_down += len(data)
+        return data if self._scrubber is None else self._scrubbed(self._scrubber, data)
+
+    def close_tunnel(self, reason: str) -> None:
+        """Record the end of the tunnel. Bytes that are held back are not sent."""
+        self._next((_Stage.TUNNEL,), _Stage.FINISHED)
+        facts = self.facts
+        if facts is None:
+            raise RuntimeError("a tunnel without a request")
+        ended = self._outcome_form(facts, self._status, websocket=True, reason=reason)
+        ended.note(self._bytes_down, self._bytes_up, self._duration(), self.request_id)
+        self.session.finished(self.request_id)
+
+    # The end.
+
     def finish(self) -> None:
-        """The response is complete, or a tunnel is open: record the outcome."""
+        """The response is complete: record the outcome."""
+        self._require(not self.tunnel)
         self._next(_IN_BODY, _Stage.FINISHED)
         self._settle()
         self._outcome(self._status)
@@ -612,7 +668,7 @@ class Exchange:
 
     @property
     def tunnel(self) -> bool:
-        """Whether the response opened a tunnel, which is in progress until the flow ends."""
+        """Whether the response opens a tunnel, which is in progress until it is closed."""
         return self._websocket_key is not None and self._status == 101
 
     def _without_secrets(self, fields: Headers) -> Headers:
@@ -625,11 +681,14 @@ class Exchange:
             self.session.searched.match(self.session.where)
         return kept
 
-    def _scrubbed(self, scrubber: Scrubber | MessageScrubber, data: bytes, *, at_end: bool = False) -> bytes:
+    def _scrubbed(
+        self, scrubber: Scrubber | MessageScrubber | FrameScrubber, data: bytes, *, at_end: bool = False
+    ) -> bytes:
         """Scrub a chunk; `at_end`, the last one."""
         session = self.session
+        work = scrubber.finish if at_end and not isinstance(scrubber, FrameScrubber) else scrubber.feed
         try:
-            return session.searched.counted(scrubber, scrubber.finish if at_end else scrubber.feed, data, session.where)
+            return session.searched.counted(scrubber, work, data, session.where)
         except Withheld as error:
             session.deny("scrub", str(error))
             raise
@@ -649,7 +708,7 @@ class Exchange:
             raise RuntimeError(f"a step out of order, in the stage {self._stage.name}")
 
     def _settle(self) -> None:
-        if self._sent and self._stage is _Stage.FINISHED and not self.tunnel:
+        if self._sent and self._stage is _Stage.FINISHED:
             self.session.finished(self.request_id)
 
     def _fields(self, facts: RequestFacts, **more: object) -> dict[str, object]:
@@ -666,10 +725,13 @@ class Exchange:
             raise RuntimeError("an outcome of a request that was not allowed")
         if repeated.outcome is None or repeated.outcome[:2] != (number, self._route):
             repeated.outcome = number, self._route, self._outcome_form(repeated.translated.facts, status)
-        duration = int((self.session.effects.clock() - self._started) * 1000)
-        repeated.outcome[2].note(self._bytes_down, self._bytes_up, duration, self.request_id)
+        repeated.outcome[2].note(self._bytes_down, self._bytes_up, self._duration(), self.request_id)
 
-    def _outcome_form(self, facts: RequestFacts, status: int | None) -> RecordForm:
+    def _duration(self) -> int:
+        """Return the milliseconds since the request was forwarded."""
+        return int((self.session.effects.clock() - self._started) * 1000)
+
+    def _outcome_form(self, facts: RequestFacts, status: int | None, **more: object) -> RecordForm:
         ended: dict[str, object] = {"error": "upstream or client failed"} if status is None else {"status": status}
         return self.session.effects.recorder.form(
             "request",
@@ -678,6 +740,7 @@ class Exchange:
             **self.session.where,
             **_routed(self._route),
             **ended,
+            **more,
             method=facts.method,
             path=facts.path[:MAX_RECORDED_PATH],
         )

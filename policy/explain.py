@@ -92,7 +92,6 @@ def _of_request(request: RequestFacts, allowed: AllowRequest) -> tuple[str, ...]
     if request.scheme is Scheme.HTTPS:
         found.append("the server has a valid certificate for the host")
     if allowed.plans:
-        found.append("it is no WebSocket handshake")
         secrets = dict.fromkeys(plan.secret for plan in allowed.plans)
         found += [f"the vault releases {secret} for it" for secret in secrets]
     return tuple(found)

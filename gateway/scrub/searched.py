@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from gateway.effects import Effects, SecretRefused
 from gateway.scrub.forms import Patterns
+from gateway.scrub.frames import FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.stream import Scrubber, Withheld
 from policy.compiled import SecretAt
@@ -129,7 +130,7 @@ class SearchedSecrets:
 
     def counted(
         self,
-        scrubber: Scrubber | MessageScrubber,
+        scrubber: Scrubber | MessageScrubber | FrameScrubber,
         work: Callable[[bytes], bytes],
         data: bytes,
         where: dict[str, object],

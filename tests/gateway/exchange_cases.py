@@ -38,6 +38,7 @@ PLAIN = ["decide", "count", "request allow", "decide"]
 UPGRADE = (b"Upgrade", b"websocket")
 KEY = (b"Sec-WebSocket-Key", b"dGhlIHNhbXBsZSBub25jZQ==")
 ACCEPT = (b"Sec-WebSocket-Accept", b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo=")
+ACCEPTED = (UPGRADE, (b"Connection", b"Upgrade"), ACCEPT)
 HANDSHAKE = (UPGRADE, (b"Connection", b"Upgrade"), (b"Sec-WebSocket-Version", b"13"), KEY)
 
 UPGRADE_SENT = (b"upgrade", b"websocket")
@@ -131,7 +132,7 @@ class Case:
 
     Attributes:
         during: actions by the number of the step in which they happen.
-        pieces: the response's body, as it arrives.
+        pieces: the response's body, or the frames of an accepted WebSocket, as they arrive.
         steps: of the ports, exactly.
         sent: headers that the server receives, exactly except for `Host` and framing; None: not a byte.
         shown: the client's status; None: the flow ends without a response.
@@ -252,6 +253,8 @@ STARS = b"*" * len(SECRET)
 BODY = b"a " + SECRET.encode() + b" b"
 MASKED = b"a " + STARS + b" b"
 HEX = SECRET.encode().hex().encode()
+FRAMES = b"\x01\x0b= " + SECRET[:9].encode() + b"\x80\x0b" + SECRET[9:].encode() + b" b"
+"""A text message in two fragments, which divide the secret."""
 GRPC = (b"content-type", b"application/grpc")
 MESSAGE = b"\0\0\0\0\2ok"
 
@@ -410,12 +413,57 @@ REQUESTS = [
 
 UPGRADES = [
     Case(
-        "an upgrade for a host that is sent secrets",
-        ["decide", "request deny"],
-        403,
+        "an upgrade with a secret",
+        CONNECTED,
+        101,
+        headers=(*HANDSHAKE, (b"Sec-WebSocket-Extensions", b"permessage-deflate")),
+        status=101,
+        answer=(*ACCEPTED, (b"x-seen", SECRET.encode())),
+        pieces=(*split(FRAMES, 1, 4, 12), b"\x89\x00"),
+        sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), *INJECTED, UPGRADE_SENT),
+        got=((b"sec-websocket-accept", ACCEPT[1]), (b"x-seen", b"[REDACTED]"), UPGRADE_SENT),
+        text=FRAMES.replace(SECRET[:9].encode(), b"*" * 9).replace(SECRET[9:].encode(), b"*" * 9) + b"\x89\x00",
+    ),
+    Case(
+        "an upgrade without a secret for a host that is sent secrets",
+        ["decide", "count", "request allow", "searched", "decide", "connect info"],
+        101,
         decision=OPEN,
         headers=HANDSHAKE,
-        denied=("r",),
+        status=101,
+        answer=ACCEPTED,
+        pieces=(b"\x82\x12" + SECRET.encode(),),
+        sent=(
+            (b"sec-websocket-version", b"13"),
+            (b"sec-websocket-key", KEY[1]),
+            (b"accept-encoding", b"identity"),
+            UPGRADE_SENT,
+        ),
+        got=((b"sec-websocket-accept", ACCEPT[1]), UPGRADE_SENT),
+        text=b"\x82\x12" + STARS,
+    ),
+    Case(
+        "an upgrade with a secret, and an extension that was not requested",
+        CONNECTED,
+        None,
+        headers=HANDSHAKE,
+        status=101,
+        answer=(*ACCEPTED, (b"Sec-WebSocket-Extensions", b"permessage-deflate")),
+        pieces=(),
+        sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), *INJECTED, UPGRADE_SENT),
+    ),
+    Case(
+        "an upgrade with a secret, and a malformed frame",
+        CONNECTED,
+        101,
+        headers=HANDSHAKE,
+        status=101,
+        answer=ACCEPTED,
+        pieces=(b"\x81\x02ok", b"\xc1\x02ok"),
+        sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), *INJECTED, UPGRADE_SENT),
+        text=b"\x81\x02ok",
+        whole=False,
+        denied=("scrub",),
     ),
     Case(
         "an upgrade",
@@ -425,7 +473,7 @@ UPGRADES = [
         uses=(),
         headers=HANDSHAKE,
         status=101,
-        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        answer=ACCEPTED,
         pieces=(),
         sent=(
             (b"sec-websocket-version", b"13"),
@@ -461,7 +509,7 @@ UPGRADES = [
         uses=(),
         headers=(KEY,),
         status=101,
-        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        answer=ACCEPTED,
         pieces=(),
         sent=((b"sec-websocket-key", KEY[1]),),
     ),
@@ -473,7 +521,7 @@ UPGRADES = [
         uses=(),
         headers=HANDSHAKE,
         status=101,
-        answer=(UPGRADE, (b"Connection", b"Upgrade"), ACCEPT),
+        answer=ACCEPTED,
         pieces=(),
         during={4: bind},
         sent=((b"sec-websocket-version", b"13"), (b"sec-websocket-key", KEY[1]), UPGRADE_SENT),

@@ -21,11 +21,13 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import SecretPlan
 from tests.gateway.exchange_cases import (
+    ACCEPTED,
     ALLOWED,
     BODY,
     CASES,
     CONNECTED,
     GRPC,
+    HANDSHAKE,
     HOST,
     MASKED,
     MAX_DECODED,
@@ -120,13 +122,20 @@ def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> No
             seen.status, seen.headers, seen.body = whole.status, fields(whole.headers), whole.body
         else:
             seen.headers, seen.body = fields(whole[0]), whole[1]
-    elif not exchange.tunnel:
+    elif exchange.tunnel:
+        exchange.open_tunnel()
+        assert session.may_connect()
+        for piece in case.pieces:
+            seen.body += exchange.tunnel_down(piece)
+        exchange.close_tunnel("the server ended it")
+    else:
         for piece in case.pieces:
             seen.body += exchange.response_chunk(piece)
         seen.body += exchange.response_end()
         seen.trailers = fields(exchange.response_trailers(case.trailers))
-    exchange.finish()
-    assert exchange.tunnel is session.may_connect()
+    if not exchange.tunnel:
+        exchange.finish()
+    assert not session.may_connect()
     seen.whole = True
 
 
@@ -174,6 +183,7 @@ RECORDS: dict[str, list[Record]] = {
         ("request", "allow", ALLOW_OPEN[2] | {"websocket": True}),
         CONNECT,
         outcome(101, 0),
+        ("request", "info", outcome(101, 0)[2] | {"websocket": True, "reason": "the server ended it"}),
     ],
     "observed": [
         (
@@ -290,6 +300,19 @@ def failed() -> Exchange:
     return exchange
 
 
+HANDSHAKE_PARTS = replace(PARTS, headers=(*PARTS.headers, *HANDSHAKE))
+
+
+def tunnelling(ports: Ports | None = None) -> Exchange:
+    """Return an exchange with an open WebSocket."""
+    exchange = Exchange(session_of(ports or Ports()), "q1")
+    assert isinstance(ended(exchange.request(HANDSHAKE_PARTS, DESTINATION, no_connection)), Forward)
+    ended(exchange.connection(ROUTE))
+    assert isinstance(ended(exchange.response(ResponseHead(101, False, ACCEPTED))), Relay)
+    exchange.open_tunnel()
+    return exchange
+
+
 STEPS: dict[str, Callable[[Exchange], object]] = {
     "malformed": lambda one: one.malformed("no"),
     "request": lambda one: ended(one.request(PARTS, DESTINATION, no_connection)),
@@ -301,6 +324,10 @@ STEPS: dict[str, Callable[[Exchange], object]] = {
     "response_whole": lambda one: one.response_whole(b"x"),
     "response_trailers": lambda one: one.response_trailers(()),
     "finish": lambda one: one.finish(),
+    "open_tunnel": lambda one: one.open_tunnel(),
+    "tunnel_up": lambda one: one.tunnel_up(b""),
+    "tunnel_down": lambda one: one.tunnel_down(b""),
+    "close_tunnel": lambda one: one.close_tunnel("over"),
 }
 
 
@@ -330,6 +357,7 @@ POSSIBLE: dict[str, tuple[Callable[[], Exchange], set[str]]] = {
         streaming,
         {"request_chunk", "response_chunk", "response_end", "response_trailers", "finish"},
     ),
+    "tunnelling": (tunnelling, {"request_chunk", "tunnel_up", "tunnel_down", "close_tunnel"}),
 }
 
 
@@ -367,6 +395,41 @@ def test_a_secret_that_is_not_looked_for_is_not_sent() -> None:
 def test_a_tunnel_is_opened_by_a_valid_handshake_only() -> None:
     with pytest.raises(RuntimeError, match=r"^101 without a valid WebSocket handshake$"):
         ended(connected(Ports(OPEN, ())).response(ResponseHead(101, False, ())))
+
+
+def test_frames_of_a_client_are_read_and_relayed_unchanged_where_secrets_are_searched() -> None:
+    ports = Ports()
+    exchange = tunnelling(ports)
+    ping, malformed = b"\x89\x81abcd\x40", b"GET /admin HTTP/1.1\r\n"
+    assert [ping, ping] == [exchange.tunnel_up(ping + ping[:3]), exchange.tunnel_up(ping[3:])]
+    with pytest.raises(Withheld):
+        tunnelling(ports).tunnel_up(malformed)
+    assert ("protocol", "a WebSocket frame with a reserved bit: no extension was negotiated") == (
+        ports.records[-1][2]["rule"],
+        ports.records[-1][2]["reason"],
+    )
+    assert malformed == tunnelling(Ports(OPEN, ())).tunnel_up(malformed)  # control: a host without secrets
+
+
+def test_the_end_of_a_websocket_is_recorded_with_its_bytes() -> None:
+    ports = Ports()
+    exchange = tunnelling(ports)
+    exchange.tunnel_up(b"\x89\x80abcd")
+    exchange.tunnel_down(b"\x8a\x00")
+    assert exchange.session.may_connect()
+    exchange.close_tunnel("the client ended it")
+    assert not exchange.session.may_connect()
+    expected = {"status": 101, "websocket": True, "bytes_up": 6, "bytes_down": 2, "reason": "the client ended it"}
+    assert expected == {name: ports.records[-1][2][name] for name in expected}
+
+
+def test_messages_with_secrets_count_like_other_responses() -> None:
+    ports = Ports()
+    exchange = tunnelling(ports)
+    for _ in range(MAX_MATCHES):
+        exchange.tunnel_down(b"\x82\x12" + SECRET.encode())
+    with pytest.raises(Withheld, match="too many responses held a secret"):
+        exchange.tunnel_down(b"\x82\x12" + SECRET.encode())
 
 
 def test_nothing_may_be_sent_before_the_last_step() -> None:

@@ -98,7 +98,7 @@ def test_what_is_said_to_be_sent_is_forwarded(
     [
         ("wide", "api.test", ["resolves", "ECH"]),
         ("paths", "status.test", ["resolves", "certificate"]),
-        ("secret", "api.test", ["resolves", "certificate", "WebSocket", "vault releases token"]),
+        ("secret", "api.test", ["resolves", "certificate", "vault releases token"]),
     ],
 )
 def test_what_is_known_only_at_the_time_is_a_condition(policy: str, host: str, conditions: list[str]) -> None:

@@ -319,17 +319,27 @@ class Transaction:
         return True
 
     async def _tunnel(self, server: BufferedConnection, verdict: Relay, early: bytes) -> None:
-        """Relay an accepted WebSocket unread, until either side ends it."""
-        client = self._client
+        """Relay an accepted WebSocket through the exchange, until either side ends it."""
+        client, exchange = self._client, self._exchange
         client.ended = None
-        client.write(response_head(verdict.status, verdict.reason, verdict.headers) + early)
-        self._finish()
-        ways = [asyncio.create_task(_copied(client, server)), asyncio.create_task(_copied(server, client))]
+        client.write(response_head(verdict.status, verdict.reason, verdict.headers))
+        exchange.open_tunnel()
+        self._settled = True
+        reason = "the flow was aborted"
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            client.write(exchange.tunnel_down(early))
+            up = asyncio.create_task(_copied(client, server, exchange.tunnel_up))
+            down = asyncio.create_task(_copied(server, client, exchange.tunnel_down))
+            try:
+                done, _ = await asyncio.wait((up, down), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in (up, down):
+                    await _cancelled(way)
+            for way in done:
+                way.result()
+            reason = "the client ended it" if up in done else "the server ended it"
         finally:
-            for way in ways:
-                await _cancelled(way)
+            exchange.close_tunnel(reason)
         self._servers.leave()
 
     # Ends.
@@ -369,12 +379,14 @@ def _framed(data: bytes, *, chunked: bool) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data) if data and chunked else data
 
 
-async def _copied(source: BufferedConnection, target: BufferedConnection) -> None:
+async def _copied(source: BufferedConnection, target: BufferedConnection, through: Callable[[bytes], bytes]) -> None:
+    """Copy what `through` returns, until a connection ends. An exception of `through` ends the flow."""
     with contextlib.suppress(ConnectionError):
         while True:
             if source.data:
-                target.write(bytes(source.data))
+                data = bytes(source.data)
                 source.data.clear()
+                target.write(through(data))
                 await target.drain()
             elif not await source.fill():
                 return

@@ -830,13 +830,6 @@ async def test_a_websocket_is_relayed_where_no_secret_is_used(rig):
     assert answer.startswith(b"HTTP/1.1 101 ") and answer.endswith(b"server-frame")
 
 
-async def test_a_websocket_with_a_secret_is_denied(rig):
-    rig.upstream.reply = accept_websocket
-    answer = await rig.exchange(WEBSOCKET % b"/v1")
-    assert answer.startswith(b"HTTP/1.1 403 ")
-    assert (0, b"") == (rig.dials, rig.upstream.data)
-
-
 async def test_a_wrong_accept_value_opens_no_tunnel(rig):
     rig.bound = False
 

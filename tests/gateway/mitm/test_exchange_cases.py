@@ -76,7 +76,7 @@ class Far:
             head += [b"%s: %s" % one for one in case.answer]
             writer.write(b"\r\n".join([*head, *([b"Transfer-Encoding: chunked"] * (case.status != 101)), b"", b""]))
             for piece in case.pieces:
-                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                writer.write(piece if case.status == 101 else b"%x\r\n%s\r\n" % (len(piece), piece))
                 await writer.drain()
                 await asyncio.sleep(0)
             writer.write(b"0\r\n\r\n" if case.status != 101 else b"")
@@ -116,7 +116,11 @@ async def ask_http1(rig: Rig, case: Case, seen: Seen) -> None:
                 elif isinstance(event, h11.InformationalResponse | h11.Response):
                     seen.status, seen.reason, seen.headers = event.status_code, event.reason, fields(event.headers)
                     if event.status_code == 101:
-                        break
+                        seen.body = client.trailing_data[0]
+                        while len(seen.body) < len(case.text or b""):
+                            seen.body += await reader.readexactly(1)
+                        seen.whole = case.whole or await reader.read() != b""
+                        return
                 elif isinstance(event, h11.Data):
                     seen.body += event.data
                 elif isinstance(event, h11.EndOfMessage):
@@ -125,7 +129,7 @@ async def ask_http1(rig: Rig, case: Case, seen: Seen) -> None:
                 else:
                     raise h11.RemoteProtocolError("the connection ended")
             seen.whole = True
-    except (h11.RemoteProtocolError, OSError, ssl.SSLError):
+    except (h11.RemoteProtocolError, OSError, ssl.SSLError, asyncio.IncompleteReadError):
         seen.whole = False
     finally:
         writer.close()
