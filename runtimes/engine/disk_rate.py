@@ -12,6 +12,7 @@ All functions block for milliseconds: call them in a worker thread.
 """
 
 import contextlib
+import errno
 import re
 from pathlib import Path
 
@@ -70,7 +71,11 @@ class DiskRate:
             OSError: it could not be removed.
         """
         if self._legacy is not None and _NUMBER.fullmatch(number) and (self._directory / number).exists():
-            _set(self._legacy, number, 0)
+            try:
+                _set(self._legacy, number, 0)
+            except OSError as error:
+                if error.errno != errno.ENODEV:  # the limit of a device ends with the device
+                    raise
             (self._directory / number).unlink(missing_ok=True)
 
     def sweep(self, keep: frozenset[str] = frozenset()) -> tuple[str, ...]:

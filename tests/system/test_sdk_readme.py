@@ -11,6 +11,7 @@ It tests `lifecycle/serve.py` and `lifecycle/sandboxes/orchestrator.py`.
 import ast
 import asyncio
 import contextlib
+import gc
 import inspect
 import io
 import re
@@ -60,8 +61,9 @@ def _server() -> Iterator[Stack]:
 
 @pytest.fixture(autouse=True, name="cleared")
 def _cleared(server: Stack) -> Iterator[None]:
-    """Remove what an example has left."""
+    """Remove what an example has left: sandboxes, and connections that it did not close."""
     yield
+    gc.collect()  # pytest's warnings about them are ignored only in this module
     with SandboxManagerSync.create(connection_config=server.connection) as manager:
         for info in manager.list_sandbox_infos(SandboxFilter(page_size=200)).sandbox_infos:
             manager.kill_sandbox(info.id)
