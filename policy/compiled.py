@@ -13,7 +13,7 @@ from typing import Any
 
 from policy.addresses import IPAddress, IPNetwork
 from policy.facts import Scheme
-from policy.injection import SecretPlan
+from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern, is_canonical
 from policy.rules import (
     Action,
@@ -30,7 +30,7 @@ from policy.rules import (
 )
 from wire import codec
 
-FORMAT = 2
+FORMAT = 1
 
 
 class Targets:
@@ -63,7 +63,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPolicy:
-    """The policy of one sandbox. All `lists` must allow. `bindings` only add secrets to allowed requests."""
+    """The policy of one sandbox. All `lists` must allow. `bindings` only add headers to allowed requests."""
 
     name: str
     lists: tuple[RuleList, ...]
@@ -140,17 +140,14 @@ class CompiledPolicy:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SecretUse:
-    """One secret at one host of a policy, which needs a grant of the vault. A wildcard `host` begins with `*.`.
-
-    `kind` and `slot` are those of the plan.
-    """
+    """One secret at one host of a policy, which needs a grant of the vault. A wildcard `host` begins with `*.`."""
 
     secret: str
     host: str
     port: int
     scheme: Scheme
-    kind: str
-    slot: str
+    kind: InjectionKind
+    header: str
     binding: str
 
 
@@ -162,9 +159,9 @@ def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
 def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
     """Return every use of a secret that these rules and bindings can make, sorted, each once."""
     uses = {
-        SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.slot, plan.binding)
+        SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.header, plan.binding)
         for source in sources
-        for plan in source.plans
+        for plan in source.injections
         for pattern in source.hosts
         for endpoint in source.endpoints
     }
@@ -181,7 +178,7 @@ def inspected(policy: CompiledPolicy) -> tuple[str, ...]:
 class SecretAt:
     """One plan that a request to one exact host can use."""
 
-    plan: SecretPlan
+    plan: InjectionPlan
     host: str
     endpoint: Endpoint
 
@@ -192,7 +189,10 @@ def secrets_to(policy: CompiledPolicy, host: str) -> tuple[SecretAt, ...]:
     bindings = (binding for binding in policy.bindings if any(pattern.matches(host) for pattern in binding.hosts))
     sources: tuple[Rule | Binding, ...] = (*rules, *bindings)
     uses = (
-        SecretAt(plan, host, endpoint) for source in sources for plan in source.plans for endpoint in source.endpoints
+        SecretAt(plan, host, endpoint)
+        for source in sources
+        for plan in source.injections
+        for endpoint in source.endpoints
     )
     return tuple(dict.fromkeys(uses))
 
