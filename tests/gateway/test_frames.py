@@ -124,16 +124,14 @@ def test_held_bytes_are_not_released_by_an_abrupt_end_and_are_by_a_close() -> No
     assert begun[:-9] + b"*" * 9 + frame(8, b"") == out + scrubber.feed(frame(8, b""))
 
 
-def test_heads_and_pings_within_a_message_wait_in_limited_memory() -> None:
+@pytest.mark.parametrize("waiting", [(frame(0, b"", final=False), frame(9, b"?" * 60)), (frame(0, b"", final=False),)])
+def test_heads_and_pings_within_a_message_wait_in_limited_memory(waiting: tuple[bytes, ...]) -> None:
     scrubber = FrameScrubber(PATTERNS)
     sent = shown = 0
-    for one in itertools.chain(
-        [frame(1, VALUE[:5], final=False)], [frame(0, b"", final=False), frame(9, b"?" * 60)] * 500
-    ):
+    for one in (frame(1, VALUE[:5], final=False), *waiting * 3000):
         sent += len(one)
         shown += len(scrubber.feed(one))
         assert sent - shown <= MAX_WAITING + MAX_CONTROL + 2 + 5
-    assert sent == shown + sent - shown
     assert 1 == scrubber.partials  # the end of the hold removed the apparent beginning
 
 

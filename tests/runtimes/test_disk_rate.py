@@ -56,6 +56,19 @@ def test_the_next_start_keeps_what_it_adopts_and_writes_no_other_text(tmp_path: 
     assert 2 * ["7:3 0"] == written(root)
 
 
+def test_a_limit_that_cannot_be_removed_stays_noted(tmp_path: Path) -> None:
+    """The kernel's answer for a device that is gone is in `system/test_disk_rate.py`."""
+    root, mountinfo = legacy(tmp_path)
+    rate = DiskRate(tmp_path / "notes", RATE, mountinfo)
+    rate.limit(CONTAINER, "7:2")
+    limit = root / "blkio.throttle.read_bps_device"
+    limit.unlink()
+    limit.mkdir()
+    with pytest.raises(IsADirectoryError):
+        rate.clear("7:2")
+    assert ("disk limit of 7:2",) == rate.sweep()
+
+
 def test_without_a_rate_nothing_is_written(tmp_path: Path) -> None:
     root, mountinfo = legacy(tmp_path)
     rate = DiskRate(tmp_path / "notes", None, mountinfo)

@@ -67,6 +67,7 @@ def arrived(internet: Internet, mark: str) -> list[dict[str, Any]]:
     return [note for note in internet.notes() if mark in note.get("target", "")]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("action", ["freeze", "revoke_all"])
 async def test_live_flows_with_a_secret_end_within_a_second_and_others_go_on(

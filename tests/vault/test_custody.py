@@ -546,13 +546,25 @@ def test_narrowing_takes_away_and_adds_nothing(place: Place) -> None:
         ({"names": frozenset({"a.test", "c.test"})}, False),
         ({"names": frozenset({ANY})}, False),
         ({"names": frozenset()}, True),
+        ({"metadata": {"team": "b"}}, False),
+        ({"grants": frozenset({STORED}), "metadata": {}}, False),
     ],
 )
 def test_what_only_takes_away_is_known_as_such(place: Place, change: Mapping[str, Any], narrows: bool) -> None:
     place.custody.open(
-        place.custody.plan(SANDBOX, "lin-1", [STORED, MINE], {"inline:a": ONE}, None, ["a.test", "b.test"])
+        place.custody.plan(
+            SANDBOX, "lin-1", [STORED, MINE], {"inline:a": ONE}, None, ["a.test", "b.test"], {"team": "a"}
+        )
     )
     assert narrows == place.custody.narrows(replace(place.state(), **change))
+
+
+def test_a_change_keeps_the_image_that_was_reported_after_its_plan(place: Place) -> None:
+    place.open(STORED)
+    planned = place.custody.replan(SANDBOX, [STORED], None)
+    place.custody.advance(SANDBOX, 1, ["base", "sha256:1"])
+    place.custody.regrant(planned)
+    assert ({"base", "sha256:1"}, 1) == (place.state().images, place.state().generation)
 
 
 def test_any_names_are_less_than_all_names(place: Place) -> None:

@@ -75,6 +75,17 @@ async def test_outside_of_its_binding_nothing_is_written(
     assert [] == vault.log.of("secret.release", "allow")
 
 
+async def test_a_frozen_login_is_not_written(vault: Any, pipe: tuple[int, int]) -> None:
+    vault.vault.store.put("login", Secret(LOGIN), SecretBinding.make([HOST]))
+    await vault.admin.freeze(secret="login")
+    with pytest.raises(wire.RemoteError) as refused:
+        await _ask(vault, WriteLogin("login", HOST, 443), pipe[1])
+    assert ("frozen", b"") == (refused.value.code, _read(pipe[0]))
+    await vault.admin.unfreeze(secret="login")
+    await _ask(vault, WriteLogin("login", HOST, 443), pipe[1])
+    assert b"auths" in _read(pipe[0])
+
+
 async def test_an_unknown_secret_and_one_that_is_no_login_are_refused(vault: Any, pipe: tuple[int, int]) -> None:
     vault.vault.store.put("token", Secret("canary-71c04e-without-a-colon"), SecretBinding.make([HOST]))
     for name, code in (("token", "invalid"), ("none", "unknown_secret")):
