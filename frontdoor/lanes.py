@@ -1,6 +1,6 @@
 """The test suite in lanes, each a session of pytest with a JUnit report; and the static checks beside them.
 
-System tests mostly wait. So three sessions run concurrently, each with its own Sallyport, and the static checks
+System tests mostly wait. So four sessions run concurrently, each with its own Sallyport, and the static checks
 beside them. The tests that measure times run afterwards, alone.
 """
 
@@ -27,9 +27,10 @@ _FUZZED = (
 )
 LANES = {
     "fast": ("-m", "not system"),
-    "system": ("-m", "system and not (timed or faults)", "--ignore", "tests/security"),
-    "security": ("-m", "system and not (timed or faults)", "tests/security"),
-    "faults": ("-m", "system and faults and not timed"),
+    "system": ("-m", "system and not (timed or faults or images)", "--ignore", "tests/security"),
+    "faults": ("-m", "system and faults and not (timed or images)", "--ignore", "tests/security"),
+    "images": ("-m", "system and images and not timed"),
+    "security": ("-m", "system and not (timed or images)", "tests/security"),
     "timed": ("-m", "system and timed"),
 }
 """The options of pytest that select the tests of each lane; each test is in one lane."""

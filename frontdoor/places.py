@@ -33,7 +33,7 @@ class Places:
                 run_dir=f"{self.run_dir}-{name}",
                 internet=f"{self.internet}-{name[0]}",
             )
-            for name in ("faults", "security")
+            for name in ("faults", "images", "security")
         }
 
     @property

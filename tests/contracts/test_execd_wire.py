@@ -15,7 +15,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from lifecycle.proxy.idle_pool import IDLE_LIMIT, IDLE_SECONDS
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 NULLS: dict[str, Any] = {"cwd": None, "background": False, "timeout": None, "uid": None, "gid": None, "envs": None}
 

@@ -29,10 +29,10 @@ def test_arguments_select_lanes_or_tests() -> None:
 
 
 @pytest.mark.parametrize("directory", ["tests/policy", "tests/security"])
-@pytest.mark.parametrize("marked", list(itertools.product((False, True), repeat=3)))
-def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize("marked", list(itertools.product((False, True), repeat=4)))
+def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool, bool]) -> None:
     """Markers that no system test has change nothing."""
-    markers = dict(zip(("system", "timed", "faults"), marked, strict=True))
+    markers = dict(zip(("system", "timed", "faults", "images"), marked, strict=True))
     lanes = [
         name
         for name, (_, expression, *where) in LANES.items()

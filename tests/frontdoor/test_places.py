@@ -17,9 +17,10 @@ def test_places_follow_the_variables() -> None:
         places.internet,
     )
     assert "/checkout/.venv/bin/python" == places.python
-    assert ("/run/sallyport", "/run/sallyport-faults", "/run/sallyport-security") == places.run_dirs
-    assert ("/var/lib/sallyport", "/var/lib/sallyport/faults", "/var/lib/sallyport/security") == places.homes
-    assert {"spdemo-f", "spdemo-s"} == {session.internet for session in places.sessions.values()}
+    sessions = ("faults", "images", "security")
+    assert ("/run/sallyport", *(f"/run/sallyport-{name}" for name in sessions)) == places.run_dirs
+    assert ("/var/lib/sallyport", *(f"/var/lib/sallyport/{name}" for name in sessions)) == places.homes
+    assert {"spdemo-f", "spdemo-i", "spdemo-s"} == {session.internet for session in places.sessions.values()}
     assert {places.cache} == {session.cache for session in places.sessions.values()}
     places = find({"SALLYPORT_HOME": "/h", "SALLYPORT_RUN_DIR": "/r", "SALLYPORT_TEST_INTERNET": "x"}, "/c", 0)
     assert ("/h", "/h/cache", "/r", "x") == (places.home, places.cache, places.run_dir, places.internet)

@@ -125,7 +125,7 @@ def test_notes_and_containers_are_read_where_the_product_keeps_them(tmp_path: Pa
     assert me is not None
     assert home.owns(me)
     assert frozenset({CONTAINER}) == home.containers
-    assert (f"{tmp_path}/h", f"{tmp_path}/h/faults", f"{tmp_path}/h/security") == home.homes
+    assert places.homes == home.homes
 
 
 def test_mounts_are_found_by_path_the_innermost_first() -> None:

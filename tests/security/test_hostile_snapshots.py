@@ -18,7 +18,7 @@ from demo.sandboxes import DemoSandbox, Secrets
 from testbed.stack import Stack
 from tests.system.test_snapshots import closing_manager, ready, removed, restore, run, settled
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 REFUSED = {
     "a sparse file of a terabyte": ("truncate -s 1T /srv/huge", "larger than"),

@@ -22,7 +22,7 @@ from tests.image_files import ImageFile
 from tests.images import PASSWORD, PORT, SECRET, Fetching, Place, fetching, small
 from wire.api.hostd import IMAGE_REQUESTS
 
-pytestmark = [pytest.mark.system]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 EVIL = f"{REGISTRY}:{PORT}/evil"
 

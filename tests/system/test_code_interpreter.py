@@ -36,7 +36,7 @@ from testbed.internet import Internet
 from testbed.stack import CODE_ENTRYPOINT, Stack
 from tests.conftest import ONE_RUNTIME, RUNTIMES
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 README = str(metadata.metadata("opensandbox-code-interpreter").get_payload())
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -12,7 +12,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from runtimes.engine import disk
 from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 SIZE = 128 << 20
 FILL = """

@@ -20,7 +20,7 @@ from runtimes.process.cgroups import container_group, controller_mounts
 from testbed.stack import Stack
 from tests.stacks import beside
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]  # one lane: limits in the root group are the whole host's
+pytestmark = [pytest.mark.system, pytest.mark.images]  # one lane: limits in the root group are the whole host's
 
 RATE = 8_000_000
 SIZE = 32 << 20

@@ -27,7 +27,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 SMALL, USER, TRAPPED, HOSTILE = "small-root", "small-user", "trapped", "hostile"
 NODES = {"mem": (1, 1), "kmsg": (1, 11), "tun": (10, 200), "fuse": (10, 229), "kvm": (10, 232), "loops": (10, 237)}

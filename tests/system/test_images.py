@@ -23,7 +23,7 @@ from testbed.stack import EMPTY_IMAGE, StackError
 from tests.image_files import ImageFile, entry, tar, tar_of, write
 from tests.images import Place, fetching, small
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 RUNTIMES = ("runc", "runsc")
 TOOL = f"{REGISTRY}/team/tool"

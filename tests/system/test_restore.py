@@ -31,7 +31,7 @@ from runtimes.net.plan import PLAN
 from testbed.stack import CODE_ENTRYPOINT, Stack
 from tests.runtimes.test_spec import launch_of
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 PORT = 44772
 JUPYTER = ("JUPYTER_HOST=http://127.0.0.1:44771", "JUPYTER_TOKEN=opensandboxcodeinterpreterjupyter")

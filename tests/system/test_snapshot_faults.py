@@ -18,7 +18,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from tests.system.test_pause import until
 from tests.system.test_snapshots import closing_manager, removed, restore
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 _BYTES = 96 << 20
 _FINISH = {"Ready", "Failed"}

@@ -23,7 +23,7 @@ from testbed.stack import Stack
 from tests.system.snapshot_content import DESCRIBE, MAKE
 from tests.system.test_pause import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 _PATIENCE = 120.0
 
 

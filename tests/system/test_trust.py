@@ -28,7 +28,7 @@ from runtimes.engine.java_store import java_store
 from testbed.internet import API, GIT, INDEX, Internet, received_field
 from testbed.stack import CODE_ENTRYPOINT, IMAGE, Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 SMALL, JAVA = "trust/small", "trust/java"
 OTHER, OTHER_JAVA = "/tmp/other.pem", "/tmp/other.jks"

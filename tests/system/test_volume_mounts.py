@@ -29,7 +29,7 @@ from runtimes.engine.named_volumes import NamedVolumes, VolumeLimits
 from runtimes.volumes import Staged, Volumes
 from wire.api.hostd import HostPath, NamedVolume, VolumeMount, VolumeState
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 SIZE = disk.SMALLEST
 ATTEMPTS, MOUNTS = 5000, 40

@@ -26,7 +26,7 @@ from testbed.census import daemons, take
 from testbed.stack import Stack, StackError
 from tests.stacks import beside
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 OTHER = {"runc": "runsc", "runsc": "runc"}
 _MIB = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 
 from tests.security.compromise.stack import CompromisedStack, Refused
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 
 def test_hostile_code_runs_as_each_daemon_and_worker(compromised: CompromisedStack, runtime: str) -> None:

@@ -16,7 +16,7 @@ from audit import cli
 from tests.audit import test_epochs
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 _SECONDS = 30.0
 

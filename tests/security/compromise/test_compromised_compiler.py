@@ -15,7 +15,7 @@ from testbed.internet import API, ATTACKER
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from tests.system.test_create_and_delete import until
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 DOCUMENT = f"""
 version: 1

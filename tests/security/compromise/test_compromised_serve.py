@@ -32,7 +32,7 @@ from wire.api import vaultd
 from wire.api.hostd import Remove
 from wire.operations import Request, operation, parameters
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 ROGUE_ADDRESS = "93.184.216.77"
 ASK = """

@@ -27,7 +27,7 @@ from tests.system.test_create_and_delete import until
 from wire.api import vaultd
 from wire.operations import Request, operation, parameters
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 ROTATING = "rotating-token"
 CALL = """

@@ -25,7 +25,7 @@ from testbed.stack import EMPTY_IMAGE, StackError
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 from tests.system.test_death import until
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 _IDLE = ["tail", "-f", "/dev/null"]
 _STAYS = """

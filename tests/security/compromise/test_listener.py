@@ -16,7 +16,7 @@ import pytest
 from runtimes.process import predecessor
 from testbed.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 WORKER = 700001000
 

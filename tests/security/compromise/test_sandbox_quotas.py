@@ -19,7 +19,7 @@ from testbed.stack import Stack
 from tests.security.compromise import quotas
 from tests.system.test_create_and_delete import until
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 PROGRAM = Path(quotas.__file__)
 REFUSED = {"asynchronous_io": "ENOSYS", "keys": "EPERM", "fanotify_groups": "EPERM"}

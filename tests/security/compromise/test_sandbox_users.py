@@ -12,7 +12,7 @@ from runtimes.spec import sandbox_users
 from testbed.stack import Stack
 from tests.runtimes.test_spec import UIDS
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 _LOCK = 'python3 -c \'import fcntl, time; f = open("/dev/null"); fcntl.flock(f, 6); print("locked")\''
 _HOLD = (

@@ -12,7 +12,7 @@ import pytest
 from tests.security.compromise.held import Held
 from tests.security.compromise.stack import CompromisedStack, Hostile
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = pytest.mark.system
 
 _FLOOD = r"""
 import os
