@@ -393,18 +393,32 @@ def answered(asked: bytes, data: bytes) -> bool:
     return True
 
 
-async def read_all(reader: asyncio.StreamReader, quiet: float = 0.7, asked: bytes = b"") -> bytes:
-    """Read until the end or a silence of `quiet` seconds.
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """Wait for the end of a connection. Return False if bytes arrive before it.
 
-    With `asked`, a short silence is enough after its answer. The wait for the first byte of that answer is longer,
-    because a busy machine is silent, too.
+    Raises:
+        TimeoutError: the connection does not end.
+    """
+    async with asyncio.timeout(_FIRST):
+        try:
+            return not await reader.read(1)
+        except (OSError, ssl.SSLError):
+            return True
+
+
+async def read_all(
+    reader: asyncio.StreamReader, quiet: float = 0.7, asked: bytes = b"", first: float = _FIRST
+) -> bytes:
+    """Read until the end or a silence of `quiet` seconds; with `asked`, a short silence is enough after its answer.
+
+    The first byte is awaited for `first` seconds, because a busy machine is silent, too.
     """
     data = b""
     try:
         while True:
             if asked and answered(asked, data):
                 quiet = _SOON
-            async with asyncio.timeout(quiet if data or not asked else _FIRST):
+            async with asyncio.timeout(quiet if data else first):
                 part = await reader.read(65536)
             if not part:
                 return data

@@ -31,7 +31,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
 
-from .conftest import Authority, read_all
+from .conftest import Authority, ended, read_all
 
 GET = b"GET %s HTTP/1.1\r\nHost: good.test\r\n\r\n"
 DAY = datetime.timedelta(days=1)
@@ -104,7 +104,7 @@ async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
     await leasing.wait()
     assert 1 == rig.engine.revoke(frozenset({rig.plan.secret}))
     go.set()
-    assert b"" == await read_all(reader)
+    assert await ended(reader)
     assert "KnownPatterns(0)" == repr(rig.engine._known)
     assert ("secret.use", "allow") not in rig.audit.kinds()
     assert b"" == rig.upstream.data
@@ -132,7 +132,7 @@ async def test_what_a_host_can_be_sent_is_taken_out_of_each_of_its_answers(rig):
         assert secret not in answer
     assert b"range" not in rig.upstream.data.lower()
     assert 1 == rig.engine.revoke(frozenset({rig.plan.secret}))
-    assert b"" == await read_all(reader)
+    assert await ended(reader)
     assert "KnownPatterns(0)" == repr(rig.engine._known)
     writer.close()
 

@@ -66,9 +66,9 @@ async def seen(rig: Rig, echo: Echo, over: str) -> tuple[bytes, bytes]:
         async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
         await _settled()
-        before = head + await read_all(reader, QUIET)
+        before = head + await read_all(reader, QUIET, first=QUIET)
         echo.go_on.set()
-        after = await read_all(reader, QUIET)
+        after = await read_all(reader, QUIET, first=QUIET)
         writer.close()
         return before, after
     caller = Caller(await rig.speak_h2())
