@@ -44,7 +44,9 @@ class Census:
     cgroups: tuple[str, ...]
     files: tuple[str, ...]
     containers: tuple[str, ...]
+    images: tuple[str, ...]
     rows: int
+    """Those of sandboxes, pools and snapshots."""
 
     def beyond(self, before: "Census") -> dict[str, object]:
         """Return the additions and removals, by kind."""
@@ -64,12 +66,6 @@ def take(stack: Stack) -> Census:
     while _idle(run) < stack.slots_ahead and time.monotonic() < deadline and hostd_runs(stack):
         time.sleep(0.1)
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    listed = subprocess.run(
-        ["docker", "-H", f"unix://{run / 'docker.sock'}", "ps", "-aq", "--no-trunc"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
     groups = Cgroups(str(run))
     used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces().keys()
     return Census(
@@ -93,9 +89,16 @@ def take(stack: Stack) -> Census:
                 if path.name != ".index"  # there is one in a sealed directory, from its first record on
             )
         ),
-        containers=tuple(sorted(listed.split())),
+        containers=_listed(run, "ps"),
+        images=_listed(run, "images"),
         rows=_rows(state / "lifecycle" / "sallyport.db"),
     )
+
+
+def _listed(run: Path, kind: str) -> tuple[str, ...]:
+    """Return the ids of what Docker has of a kind."""
+    command = ["docker", "-H", f"unix://{run / 'docker.sock'}", kind, "-aq", "--no-trunc"]
+    return tuple(sorted(set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())))
 
 
 def _slots(run: Path, side: str = "*") -> set[int]:
@@ -123,7 +126,8 @@ def _places(run: Path, state: Path) -> list[Path]:
 
 def _rows(path: Path) -> int:
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        return int(database.execute("SELECT count(*) FROM sandboxes").fetchone()[0])
+        counted = (database.execute(f"SELECT count(*) FROM {table}") for table in ("sandboxes", "pools", "snapshots"))  # noqa: S608
+        return sum(int(found.fetchone()[0]) for found in counted)
 
 
 def command_lines() -> dict[int, str]:

@@ -76,7 +76,7 @@ class Kill:
     whole: float | None = None
     """Seconds until every part was a new process and every sandbox had a worker; None: never."""
     created: float | None = None
-    """Seconds that a create, a pause, a resume and a delete took afterwards; None: not tried."""
+    """Seconds that a whole life of a sandbox took afterwards; None: not tried."""
     create_failed: str = ""
 
 

@@ -16,7 +16,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from demo.chaos.facts import Asked, read_asked
 from testbed.internet import ADDRESSES, API, ATTACKER, STATUS
-from testbed.stack import EMPTY_IMAGE, Stack, StackError
+from testbed.stack import Stack
 
 ZONE = "cdn.bank.example"
 _RESULTS = "/tmp/chaos.jsonl"
@@ -127,25 +127,3 @@ def _remove(sandbox: SandboxSync) -> None:
             break
         time.sleep(1)
     sandbox.close()
-
-
-def whole_life(stack: Stack, runtime: str) -> float:
-    """Create an empty sandbox, pause it, resume it and delete it; return the seconds that this took.
-
-    Raises:
-        StackError: a state was not what it had to be.
-        SandboxException: a call failed.
-    """
-    began = time.monotonic()
-    sandbox = stack.create(runtime, image=EMPTY_IMAGE, policy=None)
-    try:
-        sandbox.pause()
-        paused = sandbox.get_info().status.state
-        SandboxSync.resume(str(sandbox.id), connection_config=stack.connection).close()
-        states = (paused, sandbox.get_info().status.state)
-        if states != ("Paused", "Running"):
-            raise StackError(f"states after a pause and a resume: {states}")
-        sandbox.kill()
-    finally:
-        sandbox.close()
-    return time.monotonic() - began

@@ -4,13 +4,14 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from demo.chaos import kills
 from demo.chaos.facts import IDENT, Facts, Kill, read_far_end, read_log
 from demo.chaos.kills import Part
-from demo.chaos.load import Load, loads, whole_life
+from demo.chaos.lives import InterruptedLife, pools, whole_life
+from demo.chaos.load import Load, loads
 from demo.chaos.watch import Tail, WireWatch
 from testbed import census
 from testbed.internet import API, STATUS
@@ -21,6 +22,8 @@ PATIENCE = 30.0
 """Seconds after which a run no longer waits for a recovery; the judge then reports that it was late."""
 _WARM_UP = 20.0
 _STEADY = 1.0
+_LIFE = 4.0
+"""The maximum of seconds between the begin of a life and the kill that interrupts it."""
 _POLL = 0.1
 """Seconds between two checks. The checks are cheap, because the measurement must not take processor time from the
 recovery."""
@@ -92,6 +95,20 @@ class Run:
         return done
 
     def _one(self, parts: tuple[Part, ...], create: bool) -> Kill:
+        if not create:
+            return self._killed(parts)
+        runtime = next(self._runtimes)
+        life = InterruptedLife(self._stack, runtime)
+        time.sleep(self._chosen.uniform(0.0, _LIFE))
+        kill = self._killed(parts)
+        try:
+            life.remove()
+            kill = replace(kill, created=whole_life(self._stack, runtime))
+        except Exception as error:  # noqa: BLE001 - whatever the SDK raises is a finding
+            kill = replace(kill, create_failed=f"{type(error).__name__}: {error}"[:200])
+        return replace(kill, until=time.time())
+
+    def _killed(self, parts: tuple[Part, ...]) -> Kill:
         at = time.time()
         victims = kills.kill(self._stack, parts, self._chosen)
         api = whole = None
@@ -103,14 +120,8 @@ class Run:
             if api is not None and whole is not None and time.time() - at > _STEADY and self._flowing():
                 break
             time.sleep(_POLL)
-        created, failed = None, ""
-        if create:
-            try:
-                created = whole_life(self._stack, next(self._runtimes))
-            except Exception as error:  # noqa: BLE001 - whatever the SDK raises is a finding
-                failed = f"{type(error).__name__}: {error}"[:200]
         time.sleep(self._chosen.uniform(_STEADY, 2 * _STEADY))
-        return Kill(tuple(parts), at, time.time(), len(victims), api, whole, created, failed)
+        return Kill(tuple(parts), at, time.time(), len(victims), api, whole)
 
     def _whole(self, parts: Sequence[Part], victims: Sequence[kills.Process]) -> bool:
         dead = set(victims)
@@ -125,8 +136,8 @@ def _told(kill: Kill) -> str:
 
     text = f"API back after {seconds(kill.api)}, processes {seconds(kill.whole)}"
     if kill.created is not None:
-        text += f", a new sandbox made, paused, resumed and deleted in {kill.created:.2f} s"
-    return text + (f", no new sandbox: {kill.create_failed}" if kill.create_failed else "")
+        text += f", a whole life of a sandbox in {kill.created:.2f} s"
+    return text + (f", no whole life: {kill.create_failed}" if kill.create_failed else "")
 
 
 def run(stack: Stack, token: str, settings: Settings, say: Callable[[str], None]) -> Facts:
@@ -135,12 +146,13 @@ def run(stack: Stack, token: str, settings: Settings, say: Callable[[str], None]
     Raises:
         ChaosError: the load could not be started.
     """
-    for runtime in ("runsc", "runc"):
-        whole_life(stack, runtime)  # what a runtime makes once and keeps is no residue
+    with pools(stack):
+        for runtime in ("runsc", "runc"):
+            whole_life(stack, runtime)  # what a runtime makes once and keeps is no residue
     before = _settled(stack)
     far = Tail(stack.internet.request_log)
     with WireWatch(stack.internet) as watch:
-        with loads(stack, token) as made:
+        with pools(stack), loads(stack, token) as made:
             say(f"four sandboxes: {', '.join(f'{load.tag} {load.runtime} {load.id}' for load in made)}")
             first = len(stack.audit_records())
             for load in made:
