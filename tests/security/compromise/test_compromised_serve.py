@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ def ask(path, op, parameters):
 OPERATOR = f"always_deny: [{STATUS}]\nceiling: {{hosts: [{API}, {STATUS}, {GIT}]}}\n"
 """The settings in the operator's file beside the demo's policies."""
 SANDBOXES = 3
+SNAPSHOTS = 2
 MEMORY = 1 << 30
 GRANT = vaultd.GrantForm("api-token", API, 443, "https")
 
@@ -69,7 +71,8 @@ class Operated(CompromisedStack):
     @property
     def settings(self) -> str:
         bounds = f'max_sandboxes = {SANDBOXES}\nmax_memory = "{MEMORY}"\nmax_cpu = "1"\nmax_disk = "512Mi"\n'
-        return super().settings.replace("default_disk =", f"{bounds}default_disk =")
+        text = super().settings.replace("default_disk =", f"{bounds}default_disk =")
+        return f'{text}\n[sallyport.snapshots]\ncount = {SNAPSHOTS}\nmax_bytes = "64Mi"\ntotal_bytes = "64Mi"\n'
 
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)
@@ -398,6 +401,33 @@ def test_there_are_no_more_sandboxes_than_the_operator_allows(taken: Taken, runt
     assert [None] * SANDBOXES + ["full"] == [answer.refused for answer in answers]
     for answer in answers[:SANDBOXES]:
         taken.remove(answer.sandbox)
+
+
+def test_there_are_no_more_and_no_larger_snapshots_than_the_operator_allows(taken: Taken, runtime: str) -> None:
+    """hostd counts by itself, also what is being taken. A snapshot that a sandbox began with is not removed."""
+    marks = {size: secrets.token_hex(8) for size in (1 << 20, 65 << 20)}
+    small, large = (
+        taken.launch(runtime, f"head -c {size} /dev/urandom >/root/content; {curl(API, mark)}")
+        for size, mark in marks.items()
+    )
+    assert [None, None] == [small.refused, large.refused]
+    assert all(until(lambda mark=mark: taken.noted(API, mark)) for mark in marks.values())
+    names = [str(uuid.uuid4()) for _ in range(SNAPSHOTS + 2)]
+    sources = [large.sandbox, *[small.sandbox] * (SNAPSHOTS + 1)]
+    answers = [
+        taken.ask("hostd.sock", "take_snapshot", sandbox=sandbox, snapshot=name)
+        for sandbox, name in zip(sources, names, strict=True)
+    ]
+    codes = [answer.get("error", {}).get("code") for answer in answers]
+    assert ["too_large", *[None] * SNAPSHOTS, "full"] == codes
+    taken.remove(large.sandbox)
+    restored = taken.launch(runtime, "true", snapshot=names[1])
+    assert None is restored.refused
+    assert "busy" == taken.ask("hostd.sock", "remove_snapshot", snapshot=names[1])["error"]["code"]
+    for answer in (restored, small):
+        taken.remove(answer.sandbox)
+    for name in names:
+        assert "ok" in taken.ask("hostd.sock", "remove_snapshot", snapshot=name)
 
 
 def test_a_selection_never_reaches_beyond_the_operator_s_file(taken: Taken, runtime: str) -> None:
