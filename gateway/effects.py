@@ -17,7 +17,7 @@ from gateway.admission import Admission
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from vault.secret import Secret
 
 
@@ -64,7 +64,7 @@ class SecretsSuspended(Exception):
 class Secrets(Protocol):
     """The secrets that this sandbox's worker may have."""
 
-    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
         """Return the secret of `plan` for this one request: its destination, method and path.
 
         Called before each use, once for each request and secret: each call counts as a use. The answer is valid for

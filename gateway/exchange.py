@@ -50,7 +50,7 @@ from gateway.translate import Headers, RequestParts, Translated, translate
 from gateway.verdicts import Answer, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
-from policy.injection import InjectionPlan, render
+from policy.injection import InjectionPlan, SecretPlan, render
 from vault.secret import Secret
 
 HTTP2 = 20
@@ -62,7 +62,7 @@ _EXTENSIONS = b"sec-websocket-extensions"
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range", _EXTENSIONS})
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
 
-type Reserve = Callable[[frozenset[InjectionPlan]], Route | None]
+type Reserve = Callable[[frozenset[SecretPlan]], Route | None]
 """Reserves an existing connection for a request with these secrets; returns its route, None if there is none."""
 
 
@@ -81,7 +81,7 @@ class _Repeated:
     translated: Translated
     decision: AllowRequest
     route: Route | None
-    plans: frozenset[InjectionPlan]
+    plans: frozenset[SecretPlan]
     secrets: frozenset[str]
     slots: frozenset[bytes]
     allow: RecordForm
@@ -304,15 +304,15 @@ class Exchange:
                 (),
                 **self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
             )
-            for plan in allowed.injections
+            for plan in allowed.plans
         )
         session.repeated = _Repeated(
             parts,
             translated,
             allowed,
             None,
-            frozenset(allowed.injections),
-            frozenset(plan.secret for plan in allowed.injections),
+            frozenset(allowed.plans),
+            frozenset(plan.secret for plan in allowed.plans),
             frozenset(plan.slot.encode("ascii") for plan in allowed.injections),
             self._allow(translated, allowed, None),
             uses,
@@ -336,7 +336,7 @@ class Exchange:
                 observed=None if observed is None else observed.rule,
                 reason=None if observed is None else observed.reason,
                 websocket=translated.websocket or None,
-                injections=[plan.binding for plan in allowed.injections] or None,
+                injections=[plan.binding for plan in allowed.plans] or None,
                 **_routed(route),
             ),
         )
@@ -350,7 +350,9 @@ class Exchange:
         try:
             await repeated.allow.accept(self.request_id)
             rendered: list[tuple[str, str]] = []
-            injected: list[tuple[InjectionPlan, Secret]] = []
+            injected: list[tuple[SecretPlan, Secret]] = []
+            if allowed.substitutions:
+                raise RuntimeError("a placeholder would be sent in place of its secret")
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(repeated.secrets)
             session.sensitive.update(repeated.slots)

@@ -30,7 +30,7 @@ from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import CompiledPolicy, SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
 from policy.facts import Destination, RequestFacts, Scheme
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 from wire import Code
@@ -183,7 +183,7 @@ class LeasedSecrets:
         self._absent: dict[_Key, tuple[float, str]] = {}
         self._locks: dict[_Key, asyncio.Lock] = {}
 
-    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
         """The secret of `plan` for this request, which takes one use of it.
 
         Raises:

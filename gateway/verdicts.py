@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gateway.translate import Headers
 from policy.facts import FlowFacts
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from vault.secret import Secret
 
-type Injected = tuple[tuple[InjectionPlan, Secret], ...]
+type Injected = tuple[tuple[SecretPlan, Secret], ...]
 """The secrets of one request, each with its place in the head."""
 
 

@@ -170,9 +170,9 @@ def _explain(
         _allowed("request", decision.rule, "is sent, if", decision.observed)
     for condition in explained.conditions:
         print(f"           - {condition}")
-    for plan in () if decision is None else decision.injections:
-        print(f"  inject   {plan.header} from secret {plan.secret} as {plan.kind} ({plan.binding})")
-        use = SecretUse(plan.secret, request.host, request.port, request.scheme, plan.kind, plan.header, plan.binding)
+    for plan in () if decision is None else decision.plans:
+        print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
+        use = SecretUse(plan.secret, request.host, request.port, request.scheme, plan.kind, plan.slot, plan.binding)
         if stored is not None and (lack := stored.remark(use)):
             print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
     return OK if explained.sent else DENIED

@@ -233,7 +233,7 @@ def _refusal(document: PolicyDocument, policy: CompiledPolicy, binding: ApiBindi
             return refusal
         for endpoint in compiled.endpoints:
             plain = endpoint.port == 80
-            if plain and compiled.injections and pattern.text not in document.plaintext_secrets:
+            if plain and compiled.plans and pattern.text not in document.plaintext_secrets:
                 return f'binding "{binding.name}": scheme http is not enabled by the operator for host "{pattern.text}"'
             # One name below the suffix is enough: no rule before the covering one matches a part of the suffix.
             host = f"any.{pattern.suffix}" if pattern.wildcard else pattern.text

@@ -13,7 +13,7 @@ from typing import Any
 
 from policy.addresses import IPAddress, IPNetwork
 from policy.facts import Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import SecretPlan
 from policy.names import HostPattern, is_canonical
 from policy.rules import (
     Action,
@@ -30,7 +30,7 @@ from policy.rules import (
 )
 from wire import codec
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Targets:
@@ -63,7 +63,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPolicy:
-    """The policy of one sandbox. All `lists` must allow. `bindings` only add headers to allowed requests."""
+    """The policy of one sandbox. All `lists` must allow. `bindings` only add secrets to allowed requests."""
 
     name: str
     lists: tuple[RuleList, ...]
@@ -140,14 +140,17 @@ class CompiledPolicy:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SecretUse:
-    """One secret at one host of a policy, which needs a grant of the vault. A wildcard `host` begins with `*.`."""
+    """One secret at one host of a policy, which needs a grant of the vault. A wildcard `host` begins with `*.`.
+
+    `kind` and `slot` are those of the plan.
+    """
 
     secret: str
     host: str
     port: int
     scheme: Scheme
-    kind: InjectionKind
-    header: str
+    kind: str
+    slot: str
     binding: str
 
 
@@ -159,9 +162,9 @@ def secrets_of(policy: CompiledPolicy) -> tuple[SecretUse, ...]:
 def uses_of(sources: Iterable[Rule | Binding]) -> tuple[SecretUse, ...]:
     """Return every use of a secret that these rules and bindings can make, sorted, each once."""
     uses = {
-        SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.header, plan.binding)
+        SecretUse(plan.secret, pattern.text, endpoint.port, endpoint.scheme, plan.kind, plan.slot, plan.binding)
         for source in sources
-        for plan in source.injections
+        for plan in source.plans
         for pattern in source.hosts
         for endpoint in source.endpoints
     }
@@ -178,7 +181,7 @@ def inspected(policy: CompiledPolicy) -> tuple[str, ...]:
 class SecretAt:
     """One plan that a request to one exact host can use."""
 
-    plan: InjectionPlan
+    plan: SecretPlan
     host: str
     endpoint: Endpoint
 
@@ -189,10 +192,7 @@ def secrets_to(policy: CompiledPolicy, host: str) -> tuple[SecretAt, ...]:
     bindings = (binding for binding in policy.bindings if any(pattern.matches(host) for pattern in binding.hosts))
     sources: tuple[Rule | Binding, ...] = (*rules, *bindings)
     uses = (
-        SecretAt(plan, host, endpoint)
-        for source in sources
-        for plan in source.injections
-        for endpoint in source.endpoints
+        SecretAt(plan, host, endpoint) for source in sources for plan in source.plans for endpoint in source.endpoints
     )
     return tuple(dict.fromkeys(uses))
 

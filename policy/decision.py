@@ -14,25 +14,29 @@ Order of authority; the first match decides:
   request completely, the flow included.
 - `destination.decide_address` applies this order to every address of a flow.
 - A name rule never allows a bare address, and an address rule never allows a name.
-- Two different injections into one header of a request are a denial.
+- Two different injections into one slot of a request are a denial, and so are two secrets for one placeholder on one
+  surface.
 - Mode observe turns a list's denial into an allow with the denial as `observed`. Such a request gets no injection.
   Invalid facts, `always_deny`, the ceiling, conflicting injections and bare addresses are denied in this mode, too.
 
 The only negative answer is a `Deny`. An exception means that no decision was possible; the caller then denies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 
 from policy.compiled import CompiledPolicy
 from policy.facts import FlowFacts, RequestFacts, Scheme
-from policy.injection import InjectionPlan
+from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
 from policy.names import is_canonical
 from policy.paths import ambiguity
 from policy.rules import (
     FORBIDDEN_METHODS,
     STANDARD,
     Action,
+    Binding,
     Endpoint,
     Mode,
     Precedence,
@@ -76,14 +80,20 @@ class AllowFlow:
 
 @dataclass(frozen=True, slots=True)
 class AllowRequest:
-    """The request may be sent, with these headers set and every other header of those names removed."""
+    """The request may be sent with these secrets; each injection owns its slot."""
 
     rule: str
     injections: tuple[InjectionPlan, ...] = ()
     observed: Deny | None = None
+    substitutions: tuple[SubstitutionPlan, ...] = ()
+
+    @property
+    def plans(self) -> tuple[SecretPlan, ...]:
+        """Every use of a secret."""
+        return (*self.injections, *self.substitutions)
 
     def __post_init__(self) -> None:
-        if self.injections and self.observed is not None:
+        if self.plans and self.observed is not None:
             raise ValueError("a request with an observed denial gets no secret")
 
 
@@ -102,6 +112,7 @@ class _Pass:
     rule: str
     injections: tuple[InjectionPlan, ...] = ()
     observed: Deny | None = None
+    substitutions: tuple[SubstitutionPlan, ...] = ()
 
 
 def decide_name(policy: CompiledPolicy, host: str) -> AllowName | Deny:
@@ -152,7 +163,9 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
     bound = _bindings(policy, facts, endpoint)
     if isinstance(bound, Deny):
         return bound
-    return _settle(policy, facts, overridden or lists.rule, (*lists.injections, *bound))
+    injections = (*lists.injections, *(plan for binding in bound for plan in binding.injections))
+    substitutions = (*lists.substitutions, *(plan for binding in bound for plan in binding.substitutions))
+    return _settle(policy, facts, overridden or lists.rule, injections, substitutions)
 
 
 def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
@@ -205,6 +218,7 @@ def _through_lists(answers: list[_Pass | Deny]) -> _Pass | Deny:
         "+".join(answer.rule for answer in passes),
         tuple(plan for answer in passes for plan in answer.injections),
         next((answer.observed for answer in passes if answer.observed is not None), None),
+        tuple(plan for answer in passes for plan in answer.substitutions),
     )
 
 
@@ -274,15 +288,16 @@ def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overri
                 return Deny(rule.id, f"{facts.method} on this path of {facts.host} is denied by rule {rule.id}.")
     accepting = [rule for rule in matching if rule.action is Action.ALLOW and rule.accepts(facts.method, facts.path)]
     injections = tuple(plan for rule in accepting for plan in rule.injections)
+    substitutions = tuple(plan for rule in accepting for plan in rule.substitutions)
     if overridden is not None:
-        return _Pass(overridden, injections)
+        return _Pass(overridden, injections, None, substitutions)
     if not accepting:
         allows = ", ".join(rule.id for rule in matching if rule.action is Action.ALLOW)
         return Deny("default", f"{facts.host} is allowed, but not {facts.method} on this path (rules: {allows}).")
-    return _Pass(accepting[0].id, injections)
+    return _Pass(accepting[0].id, injections, None, substitutions)
 
 
-def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -> tuple[InjectionPlan, ...] | Deny:
+def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -> tuple[Binding, ...] | Deny:
     covering = [binding for binding in policy.bindings if binding.covers(facts.host, endpoint)]
     if not covering:
         return ()
@@ -294,21 +309,33 @@ def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -
     best = exact or matching
     if len(best) > 1:
         return Deny("binding-ambiguous", "credential binding ambiguous")
-    return best[0].injections if best else ()
+    return tuple(best)
 
 
 def _settle(
     policy: CompiledPolicy,
     facts: RequestFacts,
     rule: str,
-    plans: tuple[InjectionPlan, ...],
+    injections: tuple[InjectionPlan, ...],
+    substitutions: tuple[SubstitutionPlan, ...],
 ) -> AllowRequest | Deny:
     """Check that the plans have no conflict with each other or with this flow."""
-    slots: dict[str, InjectionPlan] = {}
-    for plan in plans:
-        other = slots.setdefault(plan.slot, plan)
-        if (other.secret, other.kind, other.username) != (plan.secret, plan.kind, plan.username):
-            return Deny("injection-ambiguous", f"{other.binding} and {plan.binding} both set {plan.header}.")
-    if slots and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
+    kept: list[InjectionPlan] = []
+    for plan in injections:
+        if not any(map(plan.agrees, kept)):
+            kept.append(plan)
+    conflict = _conflict(kept) or _conflict(substitutions)
+    if conflict is not None:
+        return Deny("injection-ambiguous", conflict)
+    sends = bool(kept or substitutions)
+    if sends and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
         return Deny("plaintext-secret", f"The operator does not allow secrets to {facts.host} over plain HTTP.")
-    return AllowRequest(rule, tuple(slots.values()))
+    return AllowRequest(rule, tuple(kept), None, substitutions)
+
+
+def _conflict[P: (InjectionPlan, SubstitutionPlan)](plans: Sequence[P]) -> str | None:
+    """Return why one request cannot have all these plans, None if it can."""
+    for first, second in combinations(plans, 2):
+        if first.collides(second):
+            return f"{first.binding} and {second.binding} both set {second.place}."
+    return None

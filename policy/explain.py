@@ -91,7 +91,7 @@ def _of_request(request: RequestFacts, allowed: AllowRequest) -> tuple[str, ...]
     found = ["each of its headers has a form that the gateway accepts"]
     if request.scheme is Scheme.HTTPS:
         found.append("the server has a valid certificate for the host")
-    if allowed.injections:
-        secrets = dict.fromkeys(plan.secret for plan in allowed.injections)
+    if allowed.plans:
+        secrets = dict.fromkeys(plan.secret for plan in allowed.plans)
         found += [f"the vault releases {secret} for it" for secret in secrets]
     return tuple(found)

@@ -1,16 +1,19 @@
-"""How a secret becomes a header: the plan (no secret in it) and the rendering (pure).
+"""Where a secret goes in a request: the plans (no secret in them) and the rendering of a header (pure).
 
+- An `InjectionPlan` puts a secret into its slot. A `SubstitutionPlan` puts a secret in place of each copy of a
+  placeholder, on the surfaces that it names.
 - A plan names the secret. The value exists only in the arguments and the result of `render`.
 - No error message contains the value or a part of it.
-- The binding owns its slot: the caller removes every header of that name from the request before it applies a plan.
+- The binding owns its slot: the caller removes what the client sent in it before it applies a plan.
 """
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
 
 MAX_VALUE = 64 * 1024
+MAX_PLACEHOLDER = 1024
 
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
@@ -64,22 +67,24 @@ class InjectionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InjectionPlan:
-    """One header to set on one request from one secret.
+    """One secret to put into one slot of a request.
 
-    `binding` is the id of the rule or credential binding with this injection. `header` is in canonical case.
+    Attributes:
+        binding: the id of the rule or credential binding with this injection.
+        name: the name of the header, in canonical case.
     """
 
     binding: str
     secret: str
     kind: InjectionKind
-    header: str
+    name: str
     username: str | None = None
 
     def __post_init__(self) -> None:
-        if self.header != header_name(self.header):
-            raise ValueError(f"injection header {self.header!a} is not in canonical case")
-        if self.kind is not InjectionKind.API_KEY and self.header != "Authorization":
-            raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.header!a}")
+        if self.name != header_name(self.name):
+            raise ValueError(f"injection header {self.name!a} is not in canonical case")
+        if self.kind is not InjectionKind.API_KEY and self.name != "Authorization":
+            raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.name!a}")
         if self.username is not None:
             if self.kind is not InjectionKind.BASIC:
                 raise ValueError(f"{self.kind} takes no username")
@@ -88,8 +93,75 @@ class InjectionPlan:
 
     @property
     def slot(self) -> str:
-        """The header name in lower case. A request can have only one plan per slot."""
-        return self.header.lower()
+        """The place that the binding owns: the header name in lower case. A request can have only one plan per slot."""
+        return self.name.lower()
+
+    @property
+    def place(self) -> str:
+        """The place in words."""
+        return self.name
+
+    def agrees(self, other: "InjectionPlan") -> bool:
+        """Whether both plans send the same in the same slot."""
+        return self == replace(other, binding=self.binding)
+
+    def collides(self, other: "InjectionPlan") -> bool:
+        """Whether one request cannot have both plans."""
+        return self.slot == other.slot and not self.agrees(other)
+
+
+class Surface(StrEnum):
+    """A part of a request in which a placeholder is replaced."""
+
+    PATH = "path"
+    QUERY = "query"
+    HEADER = "header"
+    BODY = "body"
+
+
+@dataclass(frozen=True, slots=True)
+class SubstitutionPlan:
+    """One secret to put in place of each copy of a placeholder, on these surfaces of a request."""
+
+    binding: str
+    secret: str
+    placeholder: str
+    surfaces: tuple[Surface, ...]
+
+    def __post_init__(self) -> None:
+        if not self.placeholder.strip() or len(self.placeholder) > MAX_PLACEHOLDER or not _is_clean(self.placeholder):
+            raise ValueError(
+                f"a placeholder is 1 to {MAX_PLACEHOLDER} characters, not all blank, without control characters"
+            )
+        if not self.surfaces or len(set(self.surfaces)) != len(self.surfaces):
+            raise ValueError("a substitution needs surfaces, each once")
+
+    @property
+    def kind(self) -> str:
+        """What the plan does, in one word."""
+        return "substitution"
+
+    @property
+    def slot(self) -> str:
+        """The place that the plan names; other plans can name the same placeholder on other surfaces."""
+        return f"placeholder:{self.placeholder}"
+
+    @property
+    def place(self) -> str:
+        """The place in words."""
+        return f"placeholder {self.placeholder!a} in {', '.join(self.surfaces)}"
+
+    def collides(self, other: "SubstitutionPlan") -> bool:
+        """Whether both put different secrets in place of one placeholder on one surface."""
+        return (
+            self.placeholder == other.placeholder
+            and self.secret != other.secret
+            and not set(self.surfaces).isdisjoint(other.surfaces)
+        )
+
+
+type SecretPlan = InjectionPlan | SubstitutionPlan
+"""Any use of a secret in a request."""
 
 
 def header_name(text: str) -> str:
@@ -133,7 +205,7 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
             rendered = _header_text(plan, value)
         case _:
             assert_never(plan.kind)
-    return plan.header, rendered
+    return plan.name, rendered
 
 
 def _header_text(plan: InjectionPlan, value: str) -> str:

@@ -16,7 +16,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from policy.addresses import IPAddress
 from policy.facts import Scheme
-from policy.injection import InjectionPlan
+from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
 from policy.names import HostPattern, is_local_name
 from policy.paths import PathPattern
 
@@ -121,6 +121,7 @@ class Rule:
     inspect: bool = False
     injections: tuple[InjectionPlan, ...] = ()
     schemes: tuple[Scheme, ...] = ()
+    substitutions: tuple[SubstitutionPlan, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schemes and (self.action is Action.ALLOW or self.endpoints):
@@ -133,12 +134,17 @@ class Rule:
         for method in self.methods:
             if not is_token(method):
                 raise ValueError(f"rule {self.id!a}: {method!a} is not a method")
-        if self.addresses and (self.inspect or self.narrow or self.injections):
+        if self.addresses and (self.inspect or self.narrow or self.plans):
             raise ValueError(f"rule {self.id!a}: what goes to a bare address cannot be inspected")
-        if self.injections and self.action is Action.DENY:
+        if self.plans and self.action is Action.DENY:
             raise ValueError(f"rule {self.id!a}: a deny rule injects nothing")
-        if self.injections and any(pattern.wildcard for pattern in self.hosts):
+        if self.plans and any(pattern.wildcard for pattern in self.hosts):
             raise ValueError(f"rule {self.id!a}: a secret is bound to exact hosts, not to a wildcard")
+
+    @property
+    def plans(self) -> tuple[SecretPlan, ...]:
+        """Every use of a secret."""
+        return (*self.injections, *self.substitutions)
 
     @property
     def narrow(self) -> bool:
@@ -148,12 +154,12 @@ class Rule:
     @property
     def inspects(self) -> bool:
         """Whether a flow that this rule matches must be inspected."""
-        return self.inspect or self.narrow or bool(self.injections)
+        return self.inspect or self.narrow or bool(self.plans)
 
     @property
     def strict_paths(self) -> bool:
         """Whether requests that this rule can match need unambiguous paths."""
-        return bool(self.paths or self.injections)
+        return bool(self.paths or self.plans)
 
     def covers(self, endpoint: Endpoint) -> bool:
         """Whether the rule covers this endpoint."""
@@ -249,7 +255,7 @@ class RuleList:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A compiled credential binding of the API: requests, and the headers that they get."""
+    """A compiled credential binding of the API: requests, and the secrets that they get."""
 
     name: str
     hosts: tuple[HostPattern, ...]
@@ -257,10 +263,16 @@ class Binding:
     methods: tuple[str, ...]
     paths: tuple[PathPattern, ...]
     injections: tuple[InjectionPlan, ...] = ()
+    substitutions: tuple[SubstitutionPlan, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.hosts and self.schemes and self.methods and self.paths):
             raise ValueError(f"binding {self.name!a} needs hosts, schemes, methods and paths")
+
+    @property
+    def plans(self) -> tuple[SecretPlan, ...]:
+        """Every use of a secret."""
+        return (*self.injections, *self.substitutions)
 
     def covers(self, host: str, endpoint: Endpoint) -> bool:
         """Whether the binding can match requests to this host on this endpoint."""

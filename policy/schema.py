@@ -350,7 +350,7 @@ class _Reader:
         for item in items:
             plan = self._injection(binding, item)
             if plan.slot in plans:
-                self._fail(item, f"a second injection into {plan.header}")
+                self._fail(item, f"a second injection into {plan.place}")
             plans[plan.slot] = plan
         return tuple(plans.values())
 
@@ -403,11 +403,10 @@ class _Reader:
                 for host in rule.hosts:
                     rivals = by_slot.setdefault((host.text, plan.slot), [])
                     for other, rival in rivals:
-                        same = (rival.secret, rival.kind, rival.username) == (plan.secret, plan.kind, plan.username)
-                        if not same and _meet(rule, other):
+                        if rival.collides(plan) and _meet(rule, other):
                             self._fail(
                                 self._rule_places[rule.id],
-                                f"this rule and {other.id} set {plan.header} of the same requests to {host.text}",
+                                f"this rule and {other.id} set {plan.place} of the same requests to {host.text}",
                             )
                     rivals.append((rule, plan))
 

@@ -22,10 +22,10 @@ from gateway.engines.port import EngineLimits
 from gateway.tls.contexts import UpstreamContext
 from gateway.verdicts import Injected, Route
 from policy.facts import Scheme
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from vault.secret import Secret
 
-type Carried = frozenset[tuple[InjectionPlan, bytes]]
+type Carried = frozenset[tuple[SecretPlan, bytes]]
 """The secrets of a request: each plan, with a keyed identity of the value."""
 
 
@@ -83,11 +83,11 @@ class Pooled[C: Poolable]:
     carried: Carried = frozenset()
     owner: object | None = None
     used: bool = False
-    fit: tuple[Carried, frozenset[InjectionPlan]] = (frozenset(), frozenset())
+    fit: tuple[Carried, frozenset[SecretPlan]] = (frozenset(), frozenset())
     """The plans of `carried`, and for which value of it."""
 
 
-type _Fit = tuple[Place, frozenset[InjectionPlan], object | None]
+type _Fit = tuple[Place, frozenset[SecretPlan], object | None]
 """What `take` looks for: the place, the plans of the secrets, and the owner."""
 
 
@@ -129,7 +129,7 @@ class Pool[C: Poolable]:
         expires = asyncio.get_running_loop().time() + self.limits.connection_age_seconds
         return Pooled(connection, route, place, revision, expires)
 
-    def take(self, place: Place, plans: frozenset[InjectionPlan], owner: object) -> Pooled[C] | None:
+    def take(self, place: Place, plans: frozenset[SecretPlan], owner: object) -> Pooled[C] | None:
         """Take a connection for a request with the secrets of `plans`; None if there is none.
 
         The caller compares the values, which are not known yet, with `carried`.
@@ -228,7 +228,7 @@ def _drop[Key](index: dict[Key, dict[Pooled[Any], None]], key: Key, one: Pooled[
         del index[key]
 
 
-def _same(one: tuple[InjectionPlan, Secret], other: tuple[InjectionPlan, Secret]) -> bool:
+def _same(one: tuple[SecretPlan, Secret], other: tuple[SecretPlan, Secret]) -> bool:
     return one[0] is other[0] and one[1] is other[1]
 
 

@@ -17,7 +17,7 @@ from gateway.scrub.frames import FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.stream import Scrubber, Withheld
 from policy.compiled import SecretAt
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan
 from vault.secret import MIN_SENT, Secret
 
 MAX_PARTIAL = 8
@@ -165,7 +165,7 @@ class SearchedSecrets:
         self._recorder.note("request", "info", rule="reflection", reason="a response held a secret", **where)
 
 
-def texts_of(plan: InjectionPlan, value: Secret) -> frozenset[str]:
+def texts_of(plan: SecretPlan, value: Secret) -> frozenset[str]:
     """Return the texts that reveal a value. A value with a text that is too short is not sent: see `too_short`."""
     text = value.reveal()
     login = _login(plan, text)
@@ -177,7 +177,7 @@ def texts_of(plan: InjectionPlan, value: Secret) -> frozenset[str]:
     return frozenset(one for one in texts if len(one) >= MIN_SENT)
 
 
-def too_short(plan: InjectionPlan, value: Secret) -> str | None:
+def too_short(plan: SecretPlan, value: Secret) -> str | None:
     """Return why the value is too short to be sent, None if it is not. A short value could not be scrubbed."""
     text = value.reveal()
     login = _login(plan, text)
@@ -187,8 +187,10 @@ def too_short(plan: InjectionPlan, value: Secret) -> str | None:
     return f"the {what} is shorter than {MIN_SENT} characters and could not be kept out of responses"
 
 
-def _login(plan: InjectionPlan, text: str) -> str | None:
+def _login(plan: SecretPlan, text: str) -> str | None:
     """Return the secret part of a text `user:password`; None if the text has another form."""
+    if not isinstance(plan, InjectionPlan):
+        return None
     if plan.kind not in (InjectionKind.BASIC, InjectionKind.BASIC_RAW) or plan.username is not None:
         return None
     if plan.kind is InjectionKind.BASIC_RAW:

@@ -16,7 +16,7 @@ from gateway.scrub.searched import MAX_PARTIAL
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan
 from policy.rules import Endpoint
 from tests.gateway.record_forms import PlainForms
 from vault.secret import Secret
@@ -78,7 +78,7 @@ class Ports(PlainForms):
         self._step("count")
         return self.over
 
-    async def lease(self, plan: InjectionPlan, _facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, _facts: RequestFacts) -> Secret:
         assert plan == PLAN
         self._step("lease")
         if self.refused is not None:

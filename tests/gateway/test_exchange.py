@@ -19,7 +19,7 @@ from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts, Scheme
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from tests.gateway.exchange_cases import (
     ACCEPTED,
     ALLOWED,
@@ -81,7 +81,7 @@ def parts_of(case: Case) -> RequestParts:
     return RequestParts(11, case.method, case.path, b"", b"", ((b"Host", case.host), *case.headers, *framing))
 
 
-def no_connection(_plans: frozenset[InjectionPlan]) -> None:
+def no_connection(_plans: frozenset[SecretPlan]) -> None:
     """There is no connection yet."""
 
 
@@ -469,9 +469,9 @@ def test_a_connection_that_the_record_has_is_not_recorded_again() -> None:
 def test_a_connection_is_reserved_for_the_secrets_of_an_allowed_request(decision: object) -> None:
     """Once, after the decision and before the record. The forwarded request names the same plans and their values."""
     ports = Ports(decision)
-    asked: list[tuple[list[str], frozenset[InjectionPlan]]] = []
+    asked: list[tuple[list[str], frozenset[SecretPlan]]] = []
 
-    def reserve(plans: frozenset[InjectionPlan]) -> None:
+    def reserve(plans: frozenset[SecretPlan]) -> None:
         asked.append((list(ports.steps), plans))
 
     verdict = ended(Exchange(session_of(ports), "q1").request(PARTS, DESTINATION, reserve))
@@ -535,16 +535,16 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
         ports.secret = secret
         verdict = ended(Exchange(session, f"q{number}").request(PARTS, DESTINATION, no_connection))
         assert isinstance(verdict, Forward)
-        sent = [value for name, value in verdict.head.headers if name == PLAN.header.encode()]
+        sent = [value for name, value in verdict.head.headers if name == PLAN.name.encode()]
         assert [secret.encode()] == sent
 
 
 def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent() -> None:
     """And each request takes its own, also on one flow, and with the same head."""
-    other = replace(PLAN, binding="more", header="X-More")
+    other = replace(PLAN, binding="more", name="X-More")
 
     class Counted(Ports):
-        async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+        async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
             assert plan in (PLAN, other)
             return await super().lease(PLAN, facts)
 

@@ -16,7 +16,7 @@ from gateway.scrub.stream import Withheld
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan
 from policy.rules import Endpoint
 from vault.secret import Secret
 
@@ -113,7 +113,7 @@ class Vault:
     def request(self) -> Over | None:
         return None
 
-    async def lease(self, _plan: InjectionPlan, _facts: RequestFacts) -> Secret:
+    async def lease(self, _plan: SecretPlan, _facts: RequestFacts) -> Secret:
         raise SecretRefused("not asked here")
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:

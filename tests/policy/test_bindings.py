@@ -129,7 +129,7 @@ def test_a_binding_is_echoed_normalised_with_its_defaults() -> None:
     } == parsed.to_wire()
     assert ("c",) == parsed.credentials
     assert [("inline:c", "X-Api-Key", "api-key")] == [
-        (plan.secret, plan.header, str(plan.kind)) for plan in parsed.compiled().injections
+        (plan.secret, plan.name, str(plan.kind)) for plan in parsed.compiled().injections
     ]
 
 

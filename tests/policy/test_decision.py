@@ -100,7 +100,7 @@ def outcome(decision: AllowName | AllowFlow | AllowRequest | AllowAddress | Deny
         case AllowFlow(rule, treatment, observed):
             text = f"{rule} {treatment}"
         case AllowRequest(rule, injections, observed):
-            text = " ".join([rule, *(f"{plan.header}={plan.secret}" for plan in injections)])
+            text = " ".join([rule, *(f"{plan.name}={plan.secret}" for plan in injections)])
         case AllowName(rule, observed) | AllowAddress(rule, observed):
             text = rule
     return text if observed is None else f"?{observed.rule} {text}"

@@ -15,7 +15,7 @@ from gateway.exchange import Session
 from gateway.tls.contexts import peer_name
 from gateway.verdicts import Injected, Route
 from policy.facts import Scheme
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from wire.patience import Countdown, Patience
 
 BUFFER = 256 * 1024
@@ -57,7 +57,7 @@ class Servers:
         self.connections: list[BufferedConnection] = []
         """All connections that can hold unsent bytes. Idle ones are not among them."""
 
-    def reserve(self, plans: frozenset[InjectionPlan]) -> Route | None:
+    def reserve(self, plans: frozenset[SecretPlan]) -> Route | None:
         """Take an idle connection for a request with the secrets of `plans`; return its route, None if there is none.
 
         `keep` returns it if the request is not sent.

@@ -24,7 +24,7 @@ from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts
 from gateway.verdicts import Answer, Forward, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 
 STAMP = "sallyport"
 ENGINE = "mitm"
@@ -107,7 +107,7 @@ class Gate:
             _answer(flow, verdict)
         flow.metadata[STAMP] = exchange
 
-    def _open_route(self, _plans: frozenset[InjectionPlan]) -> Route | None:
+    def _open_route(self, _plans: frozenset[SecretPlan]) -> Route | None:
         """Return the open connection for the next request, None if there is none."""
         server = self._server
         return self._route(server) if server is not None and server.connected else None

@@ -29,7 +29,7 @@ from gateway.tls.identity import LeafMint
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan
 from policy.rules import Endpoint
 from tests.gateway.record_forms import PlainForms
 from vault.secret import Secret
@@ -240,7 +240,7 @@ class Rig:
     def request(self) -> Over | None:
         return self.over
 
-    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
         if self.broken_lease:
             raise ConnectionError("the vault is gone")
         assert (self.plan, "good.test") == (plan, facts.host)

@@ -15,7 +15,7 @@ from gateway.engines.port import EngineLimits
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
-from policy.injection import InjectionPlan
+from policy.injection import SecretPlan
 from tests.gateway.exchange_cases import CASES, HOST, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
 from tests.gateway.mitm.conftest import Authority, Rig, Upstream, only, running, server_context
 from tests.gateway.mitm.test_streams import Caller, Server
@@ -41,7 +41,7 @@ class CaseRig(Rig):
     def request(self) -> Over | None:
         return self.ports.request()
 
-    async def lease(self, plan: InjectionPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
         return await self.ports.lease(plan, facts)
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:

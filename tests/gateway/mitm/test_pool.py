@@ -226,7 +226,7 @@ async def test_another_value_of_a_secret_goes_on_another_connection(site: Site) 
 
 async def test_a_secret_in_another_header_goes_on_another_connection(site: Site) -> None:
     await site.ask("/v1")
-    site.rig.plan = replace(site.rig.plan, kind=InjectionKind.API_KEY, header="X-Api-Key")
+    site.rig.plan = replace(site.rig.plan, kind=InjectionKind.API_KEY, name="X-Api-Key")
     await site.ask("/v1")
     assert [1, 1] == site.far.carried()
 
