@@ -163,8 +163,9 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         **{**_SENT, "method": "POST", "rule": "default", "reason": "no rule matched", **_OF_POLICY},
     ),
     "secret.use": _kind(
-        "A secret is put into a request. Written before the request is sent.",
-        (*_REQUEST, *_POLICY, "rule", "secret", "binding"),
+        "A secret is put into a request. Written before the request is sent. `info`: the secret is not put into it, "
+        "because its placeholder is absent.",
+        (*_REQUEST, *_POLICY, "rule", "secret", "binding", "reason"),
         "allow",
         **{**_SENT, "rule": "agents/api", "secret": "api-token", "binding": "agents/api", **_OF_POLICY},
     ),

@@ -1,14 +1,15 @@
 """One HTTP exchange of an inspected flow: judges the request, and takes secrets out of the response. Sans-IO.
 
-    request head, intended destination  ->  Forward(head, scrub) | Answer(status, headers, body)
+    request head, intended destination  ->  Forward(head, scrub) | Collect | Answer(status, headers, body)
+    whole body, after Collect           ->  Forward and the body to send | Answer
     connection for the request          ->  recorded
     response head                       ->  Relay(status, headers, buffered) | Answer
     body chunks, trailers               ->  scrubbed bytes
     bytes of an accepted WebSocket      ->  bytes to relay, those of the server scrubbed
 
 Order of a request:
-translate -> decide -> admit -> count -> allow record accepted -> lease -> use record accepted -> inject -> learn what
-to look for -> decide again -> `Forward`.
+translate -> decide -> admit -> count -> (collect the body -> decide) -> allow record accepted -> lease -> compose ->
+use record accepted -> learn what to look for -> decide again -> `Forward`.
 
 - The exchange awaits its effects itself, in this order. The engine receives `Forward` after the last step, otherwise
   an `Answer` or an exception. It has no step to skip.
@@ -17,6 +18,10 @@ to look for -> decide again -> `Forward`.
 - Each request is judged on its own, independently of earlier requests on its connection.
 - A denial is a 403 with a reason, a request above the rate limit a 429. A failure of the log or the vault is a 503,
   and so is an overloaded worker. On any other exception the engine ends the flow.
+- A body is collected only if policy puts a secret into it. Until it is whole, there is no lease and no connection.
+- Policy judges the path that the client sent, and that path limits the release of secrets. If a placeholder is replaced
+  in it, no rule may deny the new path. Rules that allow name the placeholder, so they need not match the new path.
+- A secret whose placeholder is absent is not leased. The record of that miss has the decision `info`.
 - The allow record names the connection that carries the request, if the engine reserves an existing one. Otherwise a
   `connect` record names it before the first byte of the request is sent.
 - If policy can send a secret to a host, every response of that host is searched for it: header names and values,
@@ -32,25 +37,26 @@ lines: the order of one exchange, read from top to bottom.)
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
 
 from gateway import pages
+from gateway.compose import Composed, compose, found_in_body, found_in_head, needs_body, split
 from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
-from gateway.inject import inject
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
 from gateway.scrub.frames import FrameReader, FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
 from gateway.scrub.stream import Scrubber, Withheld, scrub_header
+from gateway.substitute import TooMany, body_form
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
-from gateway.verdicts import Answer, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
-from policy.decision import AllowRequest, Deny
+from gateway.verdicts import Answer, Collect, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
+from policy.decision import DEFAULT, AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
-from policy.injection import InjectionPlan, SecretPlan, render
+from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan, Surface, render
 from vault.secret import Secret
 
 HTTP2 = 20
@@ -71,9 +77,10 @@ class _Repeated:
     """What equal requests of a flow have in common while policy decides equally.
 
     Attributes:
-        slots: names, in lower case, of the headers that secrets are sent in.
-        uses: a record for each secret.
-        head: the head to send, with what it was made of: the headers, and whether the response is searched.
+        plans: the uses of secrets that the request makes. A substitution is one if its placeholder is there.
+        missed: the substitutions whose placeholder is absent.
+        uses: a record for each of `plans`.
+        head: the head to send, with what it was made of: the composed request, and whether the response is searched.
         outcome: the record of the end, with the status (-1 without one) and the connection that it is for.
     """
 
@@ -81,40 +88,56 @@ class _Repeated:
     translated: Translated
     decision: AllowRequest
     route: Route | None
-    plans: frozenset[SecretPlan]
+    plans: tuple[SecretPlan, ...]
+    missed: tuple[SubstitutionPlan, ...]
     secrets: frozenset[str]
-    slots: frozenset[bytes]
     allow: RecordForm
     uses: tuple[RecordForm, ...]
-    head: tuple[Headers, bool, ForwardHead] | None = None
+    head: tuple[Composed, bool, ForwardHead] | None = None
     outcome: tuple[int, Route | None, RecordForm] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """A header with a secret, kept with what it was made of."""
+    """The text of a secret in its slot, kept with what it was made of."""
 
     plan: InjectionPlan
     value: Secret
-    header: tuple[str, str] = field(repr=False)
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A request whose body is being collected."""
+
+    parts: RequestParts
+    translated: Translated
+    decision: AllowRequest
+    reserve: Reserve
 
 
 class Session:
-    """State that the exchanges of one flow share. `max_decoded` is the limit of a decoded body, in bytes."""
+    """State that the exchanges of one flow share.
 
-    def __init__(self, origin: Origin, effects: Effects, known: KnownPatterns, max_decoded: int) -> None:
+    `max_decoded` is the limit of a decoded response body in bytes, `max_body` that of a collected request body.
+    """
+
+    def __init__(
+        self, origin: Origin, effects: Effects, known: KnownPatterns, max_decoded: int, max_body: int = 8 * 1024 * 1024
+    ) -> None:
         self.facts = origin.facts
         self.effects = effects
         self.max_decoded = max_decoded
+        self.max_body = max_body
         self.searched = SearchedSecrets(origin.facts.host, effects, known)
         self.sensitive: set[bytes] = set()
-        """Names, in lower case, of the headers that secrets were sent in."""
+        """Names, in lower case, of the headers and pseudo-headers that secrets were sent in."""
         self.active: dict[str, Exchange] = {}
         """Allowed requests that are not both sent and answered whole."""
-        self.prepared: dict[str, _Rendered] = {}
-        """The last header of each binding."""
-        self.injected: tuple[Headers, list[tuple[str, str]], Headers] = ((), [], ())
-        """The last headers of a request, without and with secrets."""
+        self.prepared: dict[InjectionPlan, _Rendered] = {}
+        """The last text of each injection."""
+        self.composed: tuple[Translated, Injected, Composed] | None = None
+        """The last request without a collected body: as judged, its secrets, and as sent."""
         self.repeated: _Repeated | None = None
         """Of the last request that was allowed."""
         self.over = False
@@ -164,6 +187,7 @@ class Session:
 class _Stage(Enum):
     NEW = auto()
     JUDGING = auto()
+    COLLECTING = auto()
     ANSWERED = auto()
     FORWARDED = auto()
     CONNECTED = auto()
@@ -177,7 +201,7 @@ class _Stage(Enum):
 
 
 # Tuples, because the hash of an enumeration's member is computed in Python.
-_NOT_ALLOWED = (_Stage.NEW, _Stage.JUDGING, _Stage.ANSWERED)
+_NOT_ALLOWED = (_Stage.NEW, _Stage.JUDGING, _Stage.COLLECTING, _Stage.ANSWERED)
 _BEFORE_RESPONSE = (_Stage.FORWARDED, _Stage.CONNECTED)
 _IN_BODY = (_Stage.STREAMED, _Stage.BUFFERED, _Stage.WITHHELD, _Stage.COMPLETE)
 
@@ -191,11 +215,13 @@ class Exchange:
         self.facts: RequestFacts | None = None
         """None while the request is not translated, or if its form was refused."""
         self._repeated: _Repeated | None = None
+        self._pending: _Pending | None = None
         self.scrub = False
         """The server was asked for the whole document, without content coding."""
         self.begun = False
         """The response head was allowed, and its body is relayed to the client."""
         self._stage = _Stage.NEW
+        self._whole = b""
         self._http2 = False
         self._closes = False
         self._websocket_key: bytes | None = None
@@ -215,6 +241,11 @@ class Exchange:
         """Whether the request may be sent."""
         return self._stage not in _NOT_ALLOWED
 
+    @property
+    def collecting(self) -> bool:
+        """Whether the request waits for its whole body. Nothing of it may be sent."""
+        return self._stage is _Stage.COLLECTING
+
     # The request.
 
     def malformed(self, reason: str) -> None:
@@ -224,7 +255,7 @@ class Exchange:
 
     async def request(
         self, parts: RequestParts, destination: tuple[str, int, bytes], reserve: Reserve
-    ) -> Answer | Forward:
+    ) -> Answer | Collect | Forward:
         """Judge one request, and prepare it.
 
         Args:
@@ -246,6 +277,7 @@ class Exchange:
             session.refused(translated)
             return self._answer(parts, translated.status, pages.refusal(translated.status, translated.reason))
         self.facts = translated.facts
+        self._http2 = parts.version == HTTP2
         decision = self._decide(translated)
         if isinstance(decision, Deny):
             return await self._deny(parts, translated, decision)
@@ -255,32 +287,88 @@ class Exchange:
         over = effects.allowance.request()
         if over is not None:
             return await self._deny_over(parts, translated, over)
+        pending = _Pending(parts, translated, decision, reserve)
+        if needs_body(translated, decision.substitutions, http2=self._http2):
+            return self._collect(pending)
+        return await self._prepare(pending, None)
+
+    def _collect(self, pending: _Pending) -> Answer | Collect:
+        self._next((_Stage.JUDGING,), _Stage.COLLECTING)
+        self._pending = pending
+        announced = [value for name, value in pending.translated.headers if name.lower() == b"content-length"]
+        if announced and int(announced[0]) > self.session.max_body:
+            return self.refuse_body(413)
+        return Collect(pending.translated.expect_continue)
+
+    def refuse_body(self, status: int) -> Answer:
+        """Answer a request whose body is larger than its limit (413), or larger than what is left (503)."""
+        self._next((_Stage.COLLECTING,), _Stage.JUDGING)
+        pending = self._take_pending()
+        reason = "the request body is too large to put a secret into it"
+        page = pages.refusal(413, f"The request was not sent: {reason}.")
+        if status != 413:
+            reason, page = "the request bodies of the sandbox are too large to put secrets into them", pages.busy(1)
+        facts = pending.translated.facts
+        self.session.deny("limits", reason, method=facts.method, path=facts.path[:MAX_RECORDED_PATH])
+        return self._answer(pending.parts, status, page)
+
+    async def request_whole(self, body: bytes) -> Answer | tuple[Forward, bytes]:
+        """Judge the request again with its whole body. Return it, and the body to send.
+
+        Raises:
+            Exception: the flow must end.
+        """
+        self._next((_Stage.COLLECTING,), _Stage.JUDGING)
+        pending = self._take_pending()
+        if len(body) > self.session.max_body:
+            raise RuntimeError("a body above the limit")
+        if self.session.over:
+            raise ConnectionAbortedError
+        again = self._decide(pending.translated)
+        if again != pending.decision:
+            return await self._deny(pending.parts, pending.translated, _changed(pending.decision))
+        verdict = await self._prepare(pending, body)
+        return verdict if isinstance(verdict, Answer) else (verdict, self._whole)
+
+    def _take_pending(self) -> _Pending:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise RuntimeError("no request is waiting for its body")
+        return pending
+
+    async def _prepare(self, pending: _Pending, body: bytes | None) -> Answer | Forward:
+        """Record the request, lease its secrets and put them into it."""
+        session, effects = self.session, self.session.effects
+        parts, translated, decision = pending.parts, pending.translated, pending.decision
+        repeated = session.repeated
         admitted = effects.admission.begin()
         try:
-            if repeated is None or not same or repeated.decision is not decision:
-                repeated = self._begin(parts, translated, decision)
-            self._route = reserve(repeated.plans)
+            if body is not None or repeated is None or repeated.parts is not parts or repeated.decision is not decision:
+                try:
+                    repeated = self._begin(parts, translated, decision, body)
+                except TooMany as error:
+                    return await self._deny(parts, translated, Deny(decision.rule, str(error)))
+            self._route = pending.reserve(frozenset(repeated.plans))
             if self._route != repeated.route:
                 self._on(repeated, self._route)
             self._repeated = repeated
-            permitted = await self._permit(repeated)
+            permitted = await self._permit(repeated, body)
         finally:
             effects.admission.end(admitted)
         if isinstance(permitted, Answer):
             return permitted
-        headers, injected = permitted
+        composed, injected = permitted
         again = self._decide(translated)
         if again is not decision and again != decision:
             # Policy changed during the waits for log and vault. The decision under the old policy is void.
-            changed = Deny(decision.rule, "the policy changed while this request was waiting")
-            return await self._deny(parts, translated, changed)
+            return await self._deny(parts, translated, _changed(decision))
         if not session.searched.covers(repeated.secrets):
             raise RuntimeError("a secret would be sent that responses are not searched for")
-        self._http2 = parts.version == HTTP2
         self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._kept_head(repeated, headers), self.scrub, injected)
+        forward = Forward(self._kept_head(repeated, composed), self.scrub, injected)
+        self._whole = composed.body or b""
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
@@ -294,9 +382,22 @@ class Exchange:
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
 
-    def _begin(self, parts: RequestParts, translated: Translated, allowed: AllowRequest) -> _Repeated:
-        """Prepare what this request has in common with equal ones."""
+    def _begin(
+        self, parts: RequestParts, translated: Translated, allowed: AllowRequest, body: bytes | None
+    ) -> _Repeated:
+        """Prepare what this request has in common with equal ones. One with a collected body has no equal.
+
+        Raises:
+            TooMany: the request has too many placeholders.
+        """
         session, facts, form = self.session, translated.facts, self.session.effects.recorder.form
+        found = found_in_head(translated, allowed.substitutions) if allowed.substitutions else frozenset()
+        if body is not None:
+            found |= found_in_body(translated, body, allowed.substitutions)
+        plans: tuple[SecretPlan, ...] = (
+            *allowed.injections,
+            *(plan for plan in allowed.substitutions if plan in found),
+        )
         uses = tuple(
             form(
                 "secret.use",
@@ -304,27 +405,31 @@ class Exchange:
                 (),
                 **self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
             )
-            for plan in allowed.plans
+            for plan in plans
         )
-        session.repeated = _Repeated(
+        repeated = _Repeated(
             parts,
             translated,
             allowed,
             None,
-            frozenset(allowed.plans),
-            frozenset(plan.secret for plan in allowed.plans),
-            frozenset(plan.slot.encode("ascii") for plan in allowed.injections),
-            self._allow(translated, allowed, None),
+            plans,
+            tuple(plan for plan in allowed.substitutions if plan not in found),
+            frozenset(plan.secret for plan in plans),
+            self._allow(translated, allowed, plans, None),
             uses,
         )
-        return session.repeated
+        if body is None:
+            session.repeated = repeated
+        return repeated
 
     def _on(self, repeated: _Repeated, route: Route | None) -> None:
         """Have the record of equal requests name the connection that carries them."""
         repeated.route = route
-        repeated.allow = self._allow(repeated.translated, repeated.decision, route)
+        repeated.allow = self._allow(repeated.translated, repeated.decision, repeated.plans, route)
 
-    def _allow(self, translated: Translated, allowed: AllowRequest, route: Route | None) -> RecordForm:
+    def _allow(
+        self, translated: Translated, allowed: AllowRequest, plans: tuple[SecretPlan, ...], route: Route | None
+    ) -> RecordForm:
         observed = allowed.observed
         return self.session.effects.recorder.form(
             "request",
@@ -336,43 +441,39 @@ class Exchange:
                 observed=None if observed is None else observed.rule,
                 reason=None if observed is None else observed.reason,
                 websocket=translated.websocket or None,
-                injections=[plan.binding for plan in allowed.plans] or None,
+                injections=[plan.binding for plan in plans] or None,
                 **_routed(route),
             ),
         )
 
-    async def _permit(self, repeated: _Repeated) -> tuple[Headers, Injected] | Answer:
-        """Return the headers to forward and their secrets, or the answer to a request that is not forwarded."""
+    async def _permit(self, repeated: _Repeated, body: bytes | None) -> tuple[Composed, Injected] | Answer:
+        """Return the request to forward and its secrets, or the answer to a request that is not forwarded."""
         session, effects = self.session, self.session.effects
         parts, translated, allowed = repeated.parts, repeated.translated, repeated.decision
         facts = translated.facts
         asked: str | None = None
         try:
             await repeated.allow.accept(self.request_id)
-            rendered: list[tuple[str, str]] = []
             injected: list[tuple[SecretPlan, Secret]] = []
-            if allowed.substitutions:
-                raise RuntimeError("a placeholder would be sent in place of its secret")
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(repeated.secrets)
-            session.sensitive.update(repeated.slots)
             leased: dict[str, Secret] = {}  # one use for each secret, in however many places
-            for plan, use in zip(allowed.injections, repeated.uses, strict=True):
+            for plan in repeated.plans:
                 asked = plan.secret
                 value = leased.get(asked) or await effects.secrets.lease(plan, facts)
                 leased[asked] = value
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
-                rendered.append(self._rendered(plan, value))
+                self._check(plan, value)
                 injected.append((plan, value))
+            composed = self._composed(translated, tuple(injected), body)
+            for use in repeated.uses:
                 await use.accept()
-            before, last, headers = session.injected
-            if before is not translated.headers or last != rendered:
-                headers = inject(translated.headers, rendered)
-                session.injected = translated.headers, rendered, headers
             await session.searched.learn()
             if session.over:
                 raise ConnectionAbortedError
+            session.sensitive.update(composed.sensitive)
+            self._missed(repeated, body)
         except SecretRefused as error:
             return await self._deny(parts, translated, Deny(allowed.rule, error.reason), secret=asked)
         except SecretsSuspended as error:
@@ -382,45 +483,93 @@ class Exchange:
             reason = "a secret cannot be sent" if isinstance(error, ValueError) else "not available"
             session.deny(allowed.rule, reason)
             return self._answer(parts, 503, pages.failure(503))
-        return headers, tuple(injected)
+        return composed, tuple(injected)
 
-    def _rendered(self, plan: InjectionPlan, value: Secret) -> tuple[str, str]:
-        """Return the header that carries a secret.
+    def _composed(self, translated: Translated, injected: Injected, body: bytes | None) -> Composed:
+        """Return the request to send.
+
+        Raises:
+            SecretRefused, ValueError: it must not be sent.
+        """
+        session = self.session
+        last = session.composed
+        if (
+            body is None
+            and last is not None
+            and last[0] is translated
+            and len(last[1]) == len(injected)
+            and all(one[0] is other[0] and one[1] is other[1] for one, other in zip(last[1], injected, strict=True))
+        ):
+            return last[2]
+        injections, substitutions = split(injected)
+        rendered = [(plan, self._rendered(plan, value)) for plan, value in injections]
+        composed = compose(translated, rendered, substitutions, body, session.max_body)
+        if composed.path is not None:
+            judged = session.effects.decider.decide_request(replace(translated.facts, path=composed.path))
+            if isinstance(judged, Deny) and judged.rule != DEFAULT:
+                raise SecretRefused("a rule denies the path with its secret")
+        if body is None:
+            session.composed = translated, injected, composed
+        return composed
+
+    def _check(self, plan: SecretPlan, value: Secret) -> None:
+        """Check that a value can be sent.
+
+        Raises:
+            SecretRefused, ValueError: it must not be sent.
+        """
+        if isinstance(plan, InjectionPlan):
+            self._rendered(plan, value)
+        elif (short := too_short(plan, value)) is not None:
+            raise SecretRefused(short)
+
+    def _rendered(self, plan: InjectionPlan, value: Secret) -> str:
+        """Return the text of a secret in its slot.
 
         Raises:
             SecretRefused, ValueError: it must not be sent.
         """
         prepared = self.session.prepared
-        last = prepared.get(plan.binding)
-        if last is not None and last.plan is plan and last.value is value:
-            return last.header
+        last = prepared.get(plan)
+        if last is not None and last.value is value:
+            return last.text
         if (short := too_short(plan, value)) is not None:
             raise SecretRefused(short)
-        header = render(plan, value.reveal())
-        prepared[plan.binding] = _Rendered(plan, value, header)
-        return header
+        _, text = render(plan, value.reveal())
+        prepared[plan] = _Rendered(plan, value, text)
+        return text
 
-    def _kept_head(self, repeated: _Repeated, headers: Headers) -> ForwardHead:
+    def _missed(self, repeated: _Repeated, body: bytes | None) -> None:
+        """Record the substitutions whose placeholder is absent."""
+        for plan in repeated.missed:
+            unread = body is None and Surface.BODY in plan.surfaces and body_form(repeated.translated.headers) is None
+            reason = "the body is of a kind in which placeholders are not replaced" if unread else "no placeholder"
+            fields = self._fields(
+                repeated.translated.facts, rule=repeated.decision.rule, secret=plan.secret, binding=plan.binding
+            )
+            self.session.effects.recorder.note("secret.use", "info", reason=reason, **fields)
+
+    def _kept_head(self, repeated: _Repeated, composed: Composed) -> ForwardHead:
         parts, translated = repeated.parts, repeated.translated
         if translated.websocket:
-            return self._head(parts, translated, headers)
-        if repeated.head is None or repeated.head[0] is not headers or repeated.head[1] is not self.scrub:
-            repeated.head = headers, self.scrub, self._head(parts, translated, headers)
+            return self._head(parts, translated, composed)
+        if repeated.head is None or repeated.head[0] is not composed or repeated.head[1] is not self.scrub:
+            repeated.head = composed, self.scrub, self._head(parts, translated, composed)
         return repeated.head[2]
 
-    def _head(self, parts: RequestParts, translated: Translated, headers: Headers) -> ForwardHead:
-        fields = list(headers)
+    def _head(self, parts: RequestParts, translated: Translated, composed: Composed) -> ForwardHead:
+        fields = list(composed.headers)
         if self.scrub:
             fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
             fields.append((b"accept-encoding", b"identity"))
         if translated.websocket:
-            self._websocket_key = joined(headers, b"sec-websocket-key")
+            self._websocket_key = joined(composed.headers, b"sec-websocket-key")
         if parts.version == HTTP2:
-            return ForwardHead(translated.target, translated.host_header, tuple(fields))
+            return ForwardHead(composed.target, translated.host_header, tuple(fields))
         fields.insert(0, (b"Host", translated.host_header))
         if translated.websocket:
             fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
-        return ForwardHead(translated.target, b"", tuple(fields))
+        return ForwardHead(composed.target, b"", tuple(fields))
 
     async def connection(self, route: Route) -> None:
         """Record the connection that carries the request. The engine awaits this before it sends the first byte.
@@ -755,6 +904,10 @@ def _translated(parts: RequestParts, facts: FlowFacts) -> Translated | Refused:
 @lru_cache(maxsize=_KEPT_HEADS)
 def _translated_before(parts: RequestParts, facts: FlowFacts) -> Translated | Refused:
     return translate(parts, facts)
+
+
+def _changed(decision: AllowRequest) -> Deny:
+    return Deny(decision.rule, "the policy changed while this request was waiting")
 
 
 def _routed(route: Route | None) -> dict[str, str | None]:

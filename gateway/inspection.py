@@ -63,6 +63,7 @@ class Inspection:
                 flows=config.constants.limits.connections,
                 idle_seconds=config.constants.limits.idle,
                 scrub_body_bytes=config.constants.limits.scrub_body_bytes,
+                request_body_bytes=config.constants.limits.request_body_bytes,
             ),
         )
         if wanted == self._built_for:

@@ -68,6 +68,19 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class Collect:
+    """The verdict needs the whole body. The engine collects it, and gives it to `Exchange.request_whole`.
+
+    If the body is larger than a limit, the engine calls `Exchange.refuse_body` instead.
+
+    Attributes:
+        expects: the client waits for `100 Continue`.
+    """
+
+    expects: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A response that the gateway sends in place of the server's."""
 

@@ -45,6 +45,9 @@ from policy.rules import (
     is_token,
 )
 
+DEFAULT = "default"
+"""The rule of a denial that no rule has made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deny:
@@ -236,7 +239,7 @@ def _name_in(rules: RuleList, host: str) -> _Pass | Deny:
             return _Pass(rule.id)
     if denials:
         return Deny(denials[0].id, f"{host} is denied by rule {denials[0].id}.")
-    return Deny("default", f"No rule of {rules.name} allows {host}.")
+    return Deny(DEFAULT, f"No rule of {rules.name} allows {host}.")
 
 
 def _flow_in(rules: RuleList, facts: FlowFacts, endpoint: Endpoint) -> _Pass | Deny:
@@ -256,7 +259,7 @@ def _flow_in(rules: RuleList, facts: FlowFacts, endpoint: Endpoint) -> _Pass | D
     for rule in matching:
         if rule.action is Action.ALLOW:
             return _Pass(rule.id)
-    return Deny("default", f"No rule of {rules.name} allows {facts.scheme} to {where}.")
+    return Deny(DEFAULT, f"No rule of {rules.name} allows {facts.scheme} to {where}.")
 
 
 def _first_match(rules: RuleList, matching: tuple[Rule, ...] | list[Rule], where: str) -> _Pass | Deny:
@@ -266,8 +269,8 @@ def _first_match(rules: RuleList, matching: tuple[Rule, ...] | list[Rule], where
             return _Pass(first.id)
         return Deny(first.id, f"{where} is denied by rule {first.id}.")
     if rules.default_action is Action.ALLOW:
-        return _Pass("default")
-    return Deny("default", f"No rule of {rules.name} allows {where}.")
+        return _Pass(DEFAULT)
+    return Deny(DEFAULT, f"No rule of {rules.name} allows {where}.")
 
 
 def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overridden: str | None) -> _Pass | Deny:
@@ -293,7 +296,7 @@ def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overri
         return _Pass(overridden, injections, None, substitutions)
     if not accepting:
         allows = ", ".join(rule.id for rule in matching if rule.action is Action.ALLOW)
-        return Deny("default", f"{facts.host} is allowed, but not {facts.method} on this path (rules: {allows}).")
+        return Deny(DEFAULT, f"{facts.host} is allowed, but not {facts.method} on this path (rules: {allows}).")
     return _Pass(accepting[0].id, injections, None, substitutions)
 
 

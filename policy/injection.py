@@ -11,11 +11,17 @@ import base64
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
+from urllib.parse import quote
 
 MAX_VALUE = 64 * 1024
 MAX_PLACEHOLDER = 1024
+MAX_NAME = 128
 
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+_UNRESERVED = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-._~")
+_COOKIE = frozenset(map(chr, range(0x21, 0x7F))) - frozenset('",;\\')
+"""The characters of a cookie's value: RFC 6265, 4.1.1."""
 
 _RESERVED = frozenset(
     {
@@ -57,12 +63,17 @@ _RESERVED_PREFIXES = ("sec-websocket-", "opensandbox-", "open-sandbox-", "x-sall
 
 
 class InjectionKind(StrEnum):
-    """The form of the header. BASIC encodes `user:password`; BASIC_RAW takes an encoded value."""
+    """Where a secret is sent, and in which form. BASIC encodes `user:password`; BASIC_RAW takes an encoded value.
+
+    QUERY is one parameter of the query, COOKIE one cookie of the header `Cookie`. The others are headers.
+    """
 
     BEARER = "bearer"
     BASIC = "basic"
     BASIC_RAW = "basic-raw"
     API_KEY = "api-key"
+    QUERY = "query"
+    COOKIE = "cookie"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,8 @@ class InjectionPlan:
 
     Attributes:
         binding: the id of the rule or credential binding with this injection.
-        name: the name of the header, in canonical case.
+        name: the name of the header, in canonical case; of the query parameter; or of the cookie.
+        username: of BASIC, the user name before the secret.
     """
 
     binding: str
@@ -81,10 +93,16 @@ class InjectionPlan:
     username: str | None = None
 
     def __post_init__(self) -> None:
-        if self.name != header_name(self.name):
-            raise ValueError(f"injection header {self.name!a} is not in canonical case")
-        if self.kind is not InjectionKind.API_KEY and self.name != "Authorization":
-            raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.name!a}")
+        match self.kind:
+            case InjectionKind.QUERY:
+                query_name(self.name)
+            case InjectionKind.COOKIE:
+                cookie_name(self.name)
+            case _:
+                if self.name != header_name(self.name):
+                    raise ValueError(f"injection header {self.name!a} is not in canonical case")
+                if self.kind is not InjectionKind.API_KEY and self.name != "Authorization":
+                    raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.name!a}")
         if self.username is not None:
             if self.kind is not InjectionKind.BASIC:
                 raise ValueError(f"{self.kind} takes no username")
@@ -93,21 +111,38 @@ class InjectionPlan:
 
     @property
     def slot(self) -> str:
-        """The place that the binding owns: the header name in lower case. A request can have only one plan per slot."""
-        return self.name.lower()
+        """The place that the binding owns: the header name in lower case, `query:` or `cookie:` and the name.
+
+        A request can have only one plan per slot.
+        """
+        match self.kind:
+            case InjectionKind.QUERY:
+                return f"query:{self.name.lower()}"
+            case InjectionKind.COOKIE:
+                return f"cookie:{self.name}"
+            case _:
+                return self.name.lower()
 
     @property
     def place(self) -> str:
         """The place in words."""
-        return self.name
+        match self.kind:
+            case InjectionKind.QUERY:
+                return f"query parameter {self.name}"
+            case InjectionKind.COOKIE:
+                return f"cookie {self.name}"
+            case _:
+                return self.name
 
     def agrees(self, other: "InjectionPlan") -> bool:
         """Whether both plans send the same in the same slot."""
         return self == replace(other, binding=self.binding)
 
     def collides(self, other: "InjectionPlan") -> bool:
-        """Whether one request cannot have both plans."""
-        return self.slot == other.slot and not self.agrees(other)
+        """Whether one request cannot have both plans: they own one slot, or one owns the whole header `Cookie`."""
+        slots = (self.slot, other.slot)
+        same = slots[0] == slots[1] or ("cookie" in slots and all(one.partition(":")[0] == "cookie" for one in slots))
+        return same and not self.agrees(other)
 
 
 class Surface(StrEnum):
@@ -164,6 +199,17 @@ type SecretPlan = InjectionPlan | SubstitutionPlan
 """Any use of a secret in a request."""
 
 
+def collide(one: SecretPlan, other: SecretPlan) -> bool:
+    """Whether one request cannot have both plans."""
+    match one, other:
+        case InjectionPlan(), InjectionPlan():
+            return one.collides(other)
+        case SubstitutionPlan(), SubstitutionPlan():
+            return one.collides(other)
+        case _:
+            return False
+
+
 def header_name(text: str) -> str:
     """Return a header name in canonical case (`x-api-key` -> `X-Api-Key`).
 
@@ -180,11 +226,33 @@ def header_name(text: str) -> str:
     return "-".join(part[:1].upper() + part[1:] for part in lower.split("-"))
 
 
-def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
-    """Return the header's name and value for the secret `value`.
+def query_name(text: str) -> str:
+    """Return `text` if it can name a query parameter that carries a secret: unreserved characters of a URL.
 
     Raises:
-        ValueError: the value cannot be sent in a header. The message does not contain it.
+        ValueError: it cannot.
+    """
+    if not 0 < len(text) <= MAX_NAME or not _UNRESERVED.issuperset(text):
+        raise ValueError(f"a query parameter's name is up to {MAX_NAME} of letters, digits, `-`, `.`, `_` and `~`")
+    return text
+
+
+def cookie_name(text: str) -> str:
+    """Return `text` if it can name a cookie that carries a secret.
+
+    Raises:
+        ValueError: it is no token.
+    """
+    if not 0 < len(text) <= MAX_NAME or not _TOKEN.issuperset(text):
+        raise ValueError(f"a cookie's name is a token of up to {MAX_NAME} characters")
+    return text
+
+
+def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
+    """Return the name and the text for the secret `value`: of a header, a query parameter or a cookie.
+
+    Raises:
+        ValueError: the value cannot be sent there. The message does not contain it.
     """
     if not value or len(value) > MAX_VALUE:
         raise ValueError(f"the value of secret {plan.secret!a} is empty or too long to send")
@@ -203,6 +271,12 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
             rendered = f"Basic {_header_text(plan, value)}"
         case InjectionKind.API_KEY:
             rendered = _header_text(plan, value)
+        case InjectionKind.QUERY:
+            rendered = quote(value, safe="")
+        case InjectionKind.COOKIE:
+            if not _COOKIE.issuperset(value):
+                raise ValueError(f"the value of secret {plan.secret!a} has a character that a cookie cannot have")
+            rendered = value
         case _:
             assert_never(plan.kind)
     return plan.name, rendered

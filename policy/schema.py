@@ -4,7 +4,7 @@
   Conflicts between rules are checked only if each rule is valid by itself.
 - An allow rule never spans names of different owners (`*.com`). A rule with a secret has exact hosts on https, or a
   pair that the operator has written into `plaintext_secrets`.
-- Two injections that can have one header in one request are refused, if this is certain. The others are denied at the
+- Two injections that can have one place in one request are refused, if this is certain. The others are denied at the
   request.
 
 `docs/policy-reference.md` describes this language.
@@ -21,9 +21,17 @@ from typing import Never
 from policy.compiled import is_network
 from policy.document import DENY_ALL_NAME, PolicyDocument, PolicySource, Remark
 from policy.facts import Scheme
-from policy.injection import InjectionKind, InjectionPlan, header_name
+from policy.injection import (
+    InjectionKind,
+    InjectionPlan,
+    SecretPlan,
+    SubstitutionPlan,
+    Surface,
+    collide,
+    header_name,
+)
 from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
-from policy.paths import PathPattern
+from policy.paths import PathPattern, ambiguity
 from policy.problems import PolicyError, Problems, meant
 from policy.rules import (
     ANY_PUBLIC,
@@ -45,6 +53,8 @@ from policy.yaml_tree import Node
 
 VERSION = 1
 MAX_POLICIES = 256
+MAX_SUBSTITUTIONS = 32
+"""The limit of substitutions of one rule."""
 
 _NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 _NAME_REST = _NAME_FIRST | frozenset("._-")
@@ -62,7 +72,11 @@ _RULE_KEYS = (
     "paths",
     "inspect",
     "inject",
+    "substitutions",
 )
+
+_NAMED_BY = {InjectionKind.API_KEY: "header", InjectionKind.QUERY: "name", InjectionKind.COOKIE: "name"}
+"""The key that names the place of a kind. The others are sent in Authorization."""
 
 type Mapping = dict[str, tuple[Node, Node]]
 
@@ -246,6 +260,7 @@ class _Reader:
             "paths": lambda: self._list(keys, "paths", self._path),
             "inspect": lambda: self._flag(keys, "inspect"),
             "inject": lambda: self._injections("", keys["inject"][1]),
+            "substitutions": lambda: self._substitutions("", keys["substitutions"][1]),
             "host": lambda: pattern(keys["host"][1]),
             "hosts": lambda: self._list(keys, "hosts", pattern),
             "address": lambda: self._network(keys["address"][1]),
@@ -271,21 +286,25 @@ class _Reader:
         hosts = self._one_or_many(keys, "host", "hosts", pattern)
         addresses = self._one_or_many(keys, "address", "addresses", self._network)
         if addresses:
-            for key in ("schemes", "methods", "paths", "inspect", "inject"):
+            for key in ("schemes", "methods", "paths", "inspect", "inject", "substitutions"):
                 if key in keys:
                     self._fail(keys[key][0], f"{key} does not apply to addresses: their flows are not opened")
-        if action is Action.DENY and "inject" in keys:
-            self._fail(keys["inject"][0], "a deny rule injects nothing")
+        if action is Action.DENY:
+            for key in ("inject", "substitutions"):
+                if key in keys:
+                    self._fail(keys[key][0], "a deny rule injects nothing")
         identity = f"{policy}/{name}"
         injections = self._injections(identity, keys["inject"][1]) if "inject" in keys else ()
-        if injections:
+        substitutions = self._substitutions(identity, keys["substitutions"][1]) if "substitutions" in keys else ()
+        sends = bool(injections or substitutions)
+        if sends:
             for host, place in zip(hosts, self._items(keys, "host", "hosts"), strict=True):
                 if host.wildcard:
                     self._fail(place, "a secret is bound to exact hosts, not to a wildcard")
         # A denial of a scheme covers every port, not only the standard port of the scheme.
         everywhere = action is Action.DENY and "ports" not in keys
-        endpoints = () if everywhere else self._endpoints(keys, action, bool(addresses), bool(injections))
-        if injections and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
+        endpoints = () if everywhere else self._endpoints(keys, action, bool(addresses), sends)
+        if sends and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
             self._check_plaintext(keys, hosts, endpoints)
         rule = self._made(
             node,
@@ -300,6 +319,7 @@ class _Reader:
                 self._flag(keys, "inspect"),
                 injections,
                 self._schemes(keys) if everywhere else (),
+                substitutions,
             ),
         )
         self._rule_places[rule.id] = node
@@ -335,7 +355,7 @@ class _Reader:
         return (Scheme.HTTPS,) if action is Action.ALLOW else (Scheme.HTTP, Scheme.HTTPS)
 
     def _check_plaintext(self, keys: Mapping, hosts: tuple[HostPattern, ...], endpoints: tuple[Endpoint, ...]) -> None:
-        place = keys["inject"][0]
+        place = keys["inject" if "inject" in keys else "substitutions"][0]
         if any(endpoint.scheme is Scheme.HTTP and endpoint.port != 80 for endpoint in endpoints):
             self._fail(place, "a secret is never sent over plain HTTP on a port other than 80")
         for host in hosts:
@@ -355,26 +375,64 @@ class _Reader:
         return tuple(plans.values())
 
     def _injection(self, binding: str, node: Node) -> InjectionPlan:
-        keys = self._mapping(node, "secret", "as", "header", "username")
+        keys = self._mapping(node, "secret", "as", "header", "name", "username")
         for key in ("secret", "as"):
             if key not in keys:
                 self._fail(node, f"inject needs `{key}`")
-        secret = self._text(keys["secret"][1])
-        if not 0 < len(secret) <= 128 or not _SECRET.issuperset(secret):
-            self._fail(keys["secret"][1], "a secret's name is up to 128 of letters, digits, `.`, `_` and `-`")
+        secret = self._secret(keys["secret"][1])
         kind = self._choice(keys["as"][1], InjectionKind)
-        if kind is InjectionKind.API_KEY:
-            if "header" not in keys:
-                self._fail(node, "as: api-key needs `header`")
-            header_node = keys["header"][1]
-            header = self._made(header_node, lambda: header_name(self._text(header_node)))
-        elif "header" in keys:
-            self._fail(keys["header"][0], f"as: {kind} is sent in Authorization and takes no header")
-        else:
-            header = "Authorization"
-        username = self._text(keys["username"][1]) if "username" in keys else None
+        named = _NAMED_BY.get(kind)
+        for key in ("header", "name"):
+            if key == named and key not in keys:
+                self._fail(node, f"as: {kind} needs `{key}`")
+            if key != named and key in keys:
+                where = "in Authorization" if named is None else f"in the place that `{named}` names"
+                self._fail(keys[key][0], f"as: {kind} is sent {where} and takes no {key}")
+        name = "Authorization"
         place = keys["username"][1] if "username" in keys else node
-        return self._made(place, lambda: InjectionPlan(binding, secret, kind, header, username))
+        if named is not None:
+            written = keys[named][1]
+            name = self._text(written)
+            if kind is InjectionKind.API_KEY:
+                name = self._made(written, lambda: header_name(self._text(written)))
+            elif "username" not in keys:
+                place = written
+        username = self._text(keys["username"][1]) if "username" in keys else None
+        return self._made(place, lambda: InjectionPlan(binding, secret, kind, name, username))
+
+    def _substitutions(self, binding: str, node: Node) -> tuple[SubstitutionPlan, ...]:
+        items = node.value if isinstance(node.value, tuple) else (node,)
+        if not items:
+            self._fail(node, "substitutions is empty")
+        if len(items) > MAX_SUBSTITUTIONS:
+            self._fail(node, f"a rule has more than {MAX_SUBSTITUTIONS} substitutions")
+        plans: list[SubstitutionPlan] = []
+        for item in items:
+            plan = self._substitution(binding, item)
+            for other in plans:
+                if other.placeholder == plan.placeholder and not set(other.surfaces).isdisjoint(plan.surfaces):
+                    self._fail(item, f"a second substitution of {plan.place}")
+            plans.append(plan)
+        return tuple(plans)
+
+    def _substitution(self, binding: str, node: Node) -> SubstitutionPlan:
+        keys = self._mapping(node, "secret", "placeholder", "in")
+        for key in ("secret", "placeholder", "in"):
+            if key not in keys:
+                self._fail(node, f"a substitution needs `{key}`")
+        secret = self._secret(keys["secret"][1])
+        placeholder = self._text(keys["placeholder"][1])
+        surfaces = self._list(keys, "in", lambda item: self._choice(item, Surface))
+        plan = self._made(keys["placeholder"][1], lambda: SubstitutionPlan(binding, secret, placeholder, surfaces))
+        if Surface.PATH in surfaces and (problem := ambiguity(f"/x{placeholder}x")) is not None:
+            self._fail(keys["placeholder"][1], f"this placeholder is in no path that is allowed: {problem}")
+        return plan
+
+    def _secret(self, node: Node) -> str:
+        secret = self._text(node)
+        if not 0 < len(secret) <= 128 or not _SECRET.issuperset(secret):
+            self._fail(node, "a secret's name is up to 128 of letters, digits, `.`, `_` and `-`")
+        return secret
 
     # ---- checks across rules
 
@@ -395,15 +453,16 @@ class _Reader:
             visit(name, ())
 
     def _check_injections(self, rules: list[Rule]) -> None:
-        by_slot: dict[tuple[str, str], list[tuple[Rule, InjectionPlan]]] = {}
+        by_slot: dict[tuple[str, str], list[tuple[Rule, SecretPlan]]] = {}
         if len(rules) > MAX_RULES:
             self._fail(self._rule_places[rules[-1].id], f"more than {MAX_RULES} rules in one policy with its bases")
         for rule in rules:
-            for plan in rule.injections:
+            for plan in rule.plans:
                 for host in rule.hosts:
-                    rivals = by_slot.setdefault((host.text, plan.slot), [])
+                    # The header `Cookie` and a cookie collide, too, so the kind of a slot is compared, not its name.
+                    rivals = by_slot.setdefault((host.text, plan.slot.partition(":")[0]), [])
                     for other, rival in rivals:
-                        if rival.collides(plan) and _meet(rule, other):
+                        if collide(rival, plan) and _meet(rule, other):
                             self._fail(
                                 self._rule_places[rule.id],
                                 f"this rule and {other.id} set {plan.place} of the same requests to {host.text}",
@@ -541,7 +600,7 @@ class _Reader:
             self._fail(node, f"{name} must be true or false")
         return node.value
 
-    def _choice[T: (Action, Mode, Scheme, InjectionKind)](self, node: Node, kind: type[T]) -> T:
+    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface)](self, node: Node, kind: type[T]) -> T:
         text = self._text(node)
         known = {member.value: member for member in kind}
         if text not in known:

@@ -79,7 +79,7 @@ def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]
         facts = RequestFacts(host, port, scheme, method, path)
         if not isinstance(decision := decide_request(policy, facts), Deny):
             found.add(f"sends {facts}")
-            found |= {f"sends {facts} with {plan.name}={plan.secret}" for plan in decision.injections}
+            found |= {f"sends {facts} with {plan.place}={plan.secret}" for plan in decision.plans}
     return frozenset(found)
 
 

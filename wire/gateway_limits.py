@@ -24,6 +24,7 @@ class GatewayLimits:
         idle: of a flow, without a byte in either direction.
         total: of a spliced flow.
         scrub_body_bytes: largest response body that is searched for secrets.
+        request_body_bytes: largest request body into which a secret is put. All of a sandbox: four times as much.
     """
 
     connections: int = 512
@@ -34,6 +35,7 @@ class GatewayLimits:
     idle: int = 900
     total: int = 86400
     scrub_body_bytes: int = 8 * 1024 * 1024
+    request_body_bytes: int = 8 * 1024 * 1024
 
     @classmethod
     def of(cls, given: Mapping[str, int]) -> "GatewayLimits":
@@ -59,6 +61,7 @@ _CEILINGS: Final = GatewayLimits(
     idle=86400,
     total=30 * 86400,
     scrub_body_bytes=1 << 30,
+    request_body_bytes=1 << 28,
 )
 MOST: Final[Mapping[str, int]] = {item.name: getattr(_CEILINGS, item.name) for item in fields(GatewayLimits)}
 """The largest value of each limit; the smallest is 1."""

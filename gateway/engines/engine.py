@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from gateway.admission import Admission
 from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
+from gateway.engines.bodies import Bodies
 from gateway.engines.pool import Pool
 from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer, describe
 from gateway.exchange import Session
@@ -71,6 +72,7 @@ class Shared:
     beat: Callable[[], None]
     pool: Pool[Any]
     http2: Http2Servers
+    bodies: Bodies
 
 
 class Flow(Protocol):
@@ -157,6 +159,7 @@ class FlowEngine:
         self._upstream = trusted
         self._pool: Pool[Any] = Pool(self._limits, lambda: len(self._live))
         self._http2 = Http2Servers(time.monotonic)
+        self._bodies = Bodies(self._limits)
         self._live: set[Flow] = set()
         self._ledger = ledger
         self._known = KnownPatterns()
@@ -185,7 +188,7 @@ class FlowEngine:
         upstream = self._upstream if upstream_roots is None else UpstreamContext(upstream_roots)
         self._upstream = upstream
         self._identity = identity or self._identity
-        self._limits = self._pool.limits = limits or self._limits
+        self._limits = self._pool.limits = self._bodies.limits = limits or self._limits
         if upstream_roots is not None or limits is not None:
             self._pool.drop()
 
@@ -209,6 +212,7 @@ class FlowEngine:
             self._ledger.beat,
             self._pool,
             self._http2,
+            self._bodies,
         )
         served = framing(flow, shared)
         self._live.add(served)

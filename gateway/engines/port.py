@@ -113,6 +113,8 @@ class EngineLimits:
         handshake_seconds: the time for the client's TLS handshake (from the start of the flow), for each request head
             (from its first byte), and for the server's handshake. A dial has three times as long.
         scrub_body_bytes: the largest encoded response body, and the largest decoded one, that is scrubbed.
+        request_body_bytes: the largest request body that is collected because policy puts a secret into it. Four of
+            this size can be collected at once.
         backlog_bytes: the data of one flow, per direction, that may wait before the engine stops reading from its
             sender. An HTTP/2 stream has its own, much smaller window.
     """
@@ -126,6 +128,7 @@ class EngineLimits:
     idle_seconds: int = 900
     handshake_seconds: float = 10.0
     scrub_body_bytes: int = 8 * 1024 * 1024
+    request_body_bytes: int = 8 * 1024 * 1024
     backlog_bytes: int = 8 * 1024 * 1024
 
 

@@ -16,7 +16,7 @@ from gateway.scrub.searched import MAX_PARTIAL
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan, SecretPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan, SubstitutionPlan, Surface
 from policy.rules import Endpoint
 from tests.gateway.record_forms import PlainForms
 from vault.secret import Secret
@@ -55,6 +55,8 @@ class Ports(PlainForms):
     over: Over | None = None
     secret: str = SECRET
     refused: str | None = None
+    leased_paths: tuple[str, ...] = ("/v1",)
+    """The paths that a lease may be asked for: those that the client sent."""
     steps: list[str] = field(default_factory=list)
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
     on_step: Callable[[int, str], None] = lambda _number, _step: None
@@ -78,8 +80,9 @@ class Ports(PlainForms):
         self._step("count")
         return self.over
 
-    async def lease(self, plan: SecretPlan, _facts: RequestFacts) -> Secret:
-        assert plan == PLAN
+    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+        assert plan in [use.plan for use in self.uses] or plan == PLAN
+        assert facts.path in self.leased_paths
         self._step("lease")
         if self.refused is not None:
             raise SecretRefused(self.refused)
@@ -99,6 +102,11 @@ class Ports(PlainForms):
     def denials(self) -> list[object]:
         return [fields["rule"] for kind, decision, fields in self.records if (kind, decision) == ("request", "deny")]
 
+    def misses(self) -> list[object]:
+        return [
+            fields["reason"] for kind, decision, fields in self.records if (kind, decision) == ("secret.use", "info")
+        ]
+
 
 @dataclass
 class Seen:
@@ -106,6 +114,7 @@ class Seen:
 
     Attributes:
         target, authority, sent, body_sent: what the server received; `sent` is None if it received no byte.
+        length: the server's `Content-Length`, None without one; `chunked`: its body was chunked.
         status: the status of the client's response, None without a response.
         whole: the client can see that the response is complete.
     """
@@ -115,6 +124,8 @@ class Seen:
     authority: bytes = b""
     sent: Fields | None = None
     body_sent: bytes = b""
+    length: bytes | None = None
+    chunked: bool = False
     status: int | None = None
     reason: bytes = b""
     headers: Fields = ()
@@ -135,6 +146,9 @@ class Case:
         pieces: the response's body, or the frames of an accepted WebSocket, as they arrive.
         steps: of the ports, exactly.
         sent: headers that the server receives, exactly except for `Host` and framing; None: not a byte.
+        far: the body that the server receives; None: the client's body.
+        chunked: the client sends its body in the chunked coding, of HTTP/1.1.
+        misses: the reasons of records that a placeholder is absent.
         shown: the client's status; None: the flow ends without a response.
         got: headers that the client receives, exactly except for framing; None: those of a page.
         text: the body that the client receives.
@@ -164,6 +178,9 @@ class Case:
     trailers: Fields = ()
     sent: Fields | None = None
     target: bytes = b"/v1"
+    far: bytes | None = None
+    chunked: bool = False
+    misses: tuple[str, ...] = ()
     got: Fields | None = None
     text: bytes | None = None
     page: bytes = b""
@@ -173,7 +190,8 @@ class Case:
 
     def ports(self) -> Ports:
         """Return ports that behave as the case specifies."""
-        ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused)
+        path = self.path.partition(b"?")[0].decode()
+        ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused, (path,))
 
         def act(number: int, _step: str) -> None:
             if number in self.during:
@@ -187,9 +205,13 @@ def check(case: Case, seen: Seen) -> None:
     """Compare the outcome of a case with the required one."""
     assert case.steps == seen.ports.steps
     assert list(case.denied) == seen.ports.denials()
-    assert case.sent == seen.sent
+    assert _cookies_last(case.sent) == _cookies_last(seen.sent)
     if case.sent is not None:
-        assert (case.target, HOST.encode(), case.body) == (seen.target, seen.authority, seen.body_sent)
+        far = case.body if case.far is None else case.far
+        assert (case.target, HOST.encode(), far) == (seen.target, seen.authority, seen.body_sent)
+        if case.far is not None:  # it was collected
+            assert (b"%d" % len(far), False) == (seen.length, seen.chunked)
+    assert list(case.misses) == seen.ports.misses()
     # Data in transit when a flow ends can be lost.
     assert case.shown == seen.status or (seen.status is None and not case.whole)
     shown = b"\n".join([seen.reason, seen.body, *(b"%s: %s" % one for one in (*seen.headers, *seen.trailers))])
@@ -204,6 +226,11 @@ def check(case: Case, seen: Seen) -> None:
         assert case.text == seen.body or (case.text.startswith(seen.body) and not case.whole)
     assert case.page in seen.body
     assert case.got_trailers == seen.trailers
+
+
+def _cookies_last(headers: Fields | None) -> Fields | None:
+    """Return headers in the order in which mitmproxy sends them over HTTP/2."""
+    return None if headers is None else tuple(sorted(headers, key=lambda one: one[0] == b"cookie"))
 
 
 def fail(_ports: Ports) -> None:
@@ -688,4 +715,319 @@ GRPC_CALLS = [
     ),
 ]
 
-CASES = [*REQUESTS, *UPGRADES, *RESPONSES, *GRPC_CALLS]
+PLACEHOLDER = "__TOKEN__"
+ENCODED = b"tok%2Fen%2B3v4l-UE_9~x"
+MAX_BODY = 2048
+"""The limit of a collected request body."""
+
+
+def _substitution(*surfaces: Surface) -> SubstitutionPlan:
+    return SubstitutionPlan("api", "api-token", PLACEHOLDER, surfaces)
+
+
+def _substituted(
+    name: str, *surfaces: Surface, shown: int | None = 200, steps: list[str] = CONNECTED, **more: object
+) -> Case:
+    """Return the case of a request whose placeholders are replaced on `surfaces`."""
+    plan = _substitution(*surfaces)
+    given: dict[str, object] = {
+        "decision": AllowRequest("r", (), None, (plan,)),
+        "uses": (SecretAt(plan, HOST, Endpoint(443, Scheme.HTTPS)),),
+        "sent": ((b"accept-encoding", b"identity"),),
+        **more,
+    }
+    return Case(name, steps, shown, **given)  # type: ignore[arg-type]
+
+
+JSON = ((b"content-type", b"application/json"),)
+FORM = ((b"content-type", b"application/x-www-form-urlencoded"),)
+JUDGED_PATH = [*ORDER[:4], "decide", *ORDER[4:], "connect info"]
+WHOLE = ["decide", "count", "decide", *ORDER[2:], "connect info"]
+"""The steps of a request whose body was collected."""
+MISSED = ["decide", "count", "request allow", "searched", "decide", "connect info"]
+"""The steps of a request without the placeholder: no lease."""
+NO_BODY: Fields = ((b"accept-encoding", b"identity"),)
+
+
+def _typed(kind: Fields) -> Fields:
+    return (*kind, *NO_BODY)
+
+
+SUBSTITUTIONS = [
+    _substituted(
+        "a path",
+        Surface.PATH,
+        path=b"/v1/__TOKEN__-",
+        shown=403,
+        steps=[*ORDER[:4], "request deny"],
+        sent=None,
+        page=b"request path contains ambiguous substituted segments",
+        denied=("r",),
+    ),
+    _substituted(
+        "a path with a value that has no separator",
+        Surface.PATH,
+        path=b"/v1/__TOKEN__/a__TOKEN__b",
+        secret="3v4l-UE_9~x y",
+        target=b"/v1/3v4l-UE_9~x%20y/a3v4l-UE_9~x%20yb",
+        steps=JUDGED_PATH,
+    ),
+    _substituted(
+        "a path whose value makes a dot segment",
+        Surface.PATH,
+        path=b"/v1/__TOKEN__",
+        secret="........",
+        shown=403,
+        steps=[*ORDER[:4], "request deny"],
+        sent=None,
+        page=b"request path contains ambiguous substituted segments",
+        denied=("r",),
+    ),
+    _substituted(
+        "a query, in names and values",
+        Surface.QUERY,
+        path=b"/v1?a=__TOKEN__&__TOKEN__=b&c=%5f_TOKEN__",
+        target=b"/v1?a=" + ENCODED + b"&" + ENCODED + b"=b&c=%5f_TOKEN__",
+    ),
+    _substituted(
+        "a query over HTTP/2",
+        Surface.QUERY,
+        http2=True,
+        path=b"/v1?a=__TOKEN__",
+        target=b"/v1?a=" + ENCODED,
+        steps=CONNECTED,
+    ),
+    _substituted(
+        "a header, but not one that routes",
+        Surface.HEADER,
+        headers=((b"Authorization", b"token __TOKEN__"), (b"X-Own", b"__TOKEN__,__TOKEN__"), (b"X-Else", b"1")),
+        sent=(
+            (b"authorization", b"token " + SECRET.encode()),
+            (b"x-own", SECRET.encode() + b"," + SECRET.encode()),
+            (b"x-else", b"1"),
+            *NO_BODY,
+        ),
+    ),
+    _substituted(
+        "no surface but the declared one",
+        Surface.HEADER,
+        method=b"POST",
+        path=b"/v1?a=__TOKEN__",
+        headers=((b"X-Own", b"__TOKEN__"),),
+        body=b"__TOKEN__",
+        target=b"/v1?a=__TOKEN__",
+        sent=((b"x-own", SECRET.encode()), *NO_BODY),
+    ),
+    *(
+        _substituted(
+            f"a JSON body over {'HTTP/2' if http2 else 'HTTP/1.1'}{', chunked' if chunked else ''}",
+            Surface.BODY,
+            http2=http2,
+            chunked=chunked,
+            method=b"POST",
+            headers=JSON,
+            body=b'{"__TOKEN__": ["a __TOKEN__", __TOKEN__]}',
+            secret='a"b\\c/d-\u00e9',
+            far=b'{"a\\"b\\\\c/d-\\u00e9": ["a a\\"b\\\\c/d-\\u00e9", __TOKEN__]}',
+            sent=_typed(JSON),
+            steps=WHOLE,
+        )
+        for http2, chunked in ((False, False), (False, True), (True, False))
+    ),
+    _substituted(
+        "a form",
+        Surface.BODY,
+        method=b"POST",
+        headers=FORM,
+        body=b"a=__TOKEN__&b=%2",
+        secret="a b+c&d=e",
+        far=b"a=a+b%2Bc%26d%3De&b=%2",
+        sent=_typed(FORM),
+        steps=WHOLE,
+    ),
+    _substituted(
+        "a text",
+        Surface.BODY,
+        method=b"PUT",
+        body=b"<a>__TOKEN__</a>",
+        far=b"<a>" + SECRET.encode() + b"</a>",
+        steps=WHOLE,
+    ),
+    _substituted(
+        "a body that is not UTF-8",
+        Surface.BODY,
+        method=b"PUT",
+        body=b"\xff__TOKEN__",
+        far=b"\xff__TOKEN__",
+        steps=["decide", "count", "decide", *MISSED[2:]],
+        misses=("no placeholder",),
+    ),
+    *(
+        _substituted(
+            f"a body that is {name}",
+            Surface.BODY,
+            method=b"PUT",
+            headers=(header,),
+            body=b"__TOKEN__",
+            sent=((header[0].lower(), header[1]), *NO_BODY),
+            steps=MISSED,
+            misses=("the body is of a kind in which placeholders are not replaced",),
+        )
+        for name, header in {
+            "multipart": (b"Content-Type", b"multipart/form-data; boundary=x"),
+            "compressed": (b"Content-Encoding", b"gzip"),
+            "in another charset": (b"Content-Type", b"text/plain; charset=utf-16"),
+        }.items()
+    ),
+    _substituted(
+        "no placeholder", Surface.PATH, Surface.QUERY, Surface.HEADER, steps=MISSED, misses=("no placeholder",)
+    ),
+    _substituted(
+        "no placeholder in a body",
+        Surface.BODY,
+        method=b"POST",
+        body=b"nothing",
+        far=b"nothing",
+        steps=["decide", "count", "decide", *MISSED[2:]],
+        misses=("no placeholder",),
+    ),
+    *(
+        _substituted(
+            f"a body above the limit over {'HTTP/2' if http2 else 'HTTP/1.1'}{', chunked' if chunked else ''}",
+            Surface.BODY,
+            http2=http2,
+            chunked=chunked,
+            method=b"POST",
+            body=b"__TOKEN__" + bytes(MAX_BODY),
+            shown=413,
+            sent=None,
+            steps=["decide", "count"],
+            denied=("limits",),
+        )
+        for http2, chunked in ((False, False), (False, True), (True, False))
+    ),
+    _substituted(
+        "a body that becomes larger than the limit",
+        Surface.BODY,
+        method=b"POST",
+        body=b"__TOKEN__" * (MAX_BODY // len(PLACEHOLDER)),
+        shown=403,
+        sent=None,
+        steps=[*WHOLE[:5], "request deny"],
+        denied=("r",),
+    ),
+    _substituted(
+        "policy changes while a body is collected",
+        Surface.BODY,
+        method=b"POST",
+        body=b"__TOKEN__",
+        during={1: decided(OPEN)},
+        shown=403,
+        sent=None,
+        steps=["decide", "count", "decide", "request deny"],
+        page=b"the policy changed",
+        denied=("r",),
+    ),
+    _substituted(
+        "the record of a use in a body is refused",
+        Surface.BODY,
+        method=b"POST",
+        body=b"__TOKEN__",
+        during={5: fail},
+        shown=503,
+        sent=None,
+        steps=WHOLE[:6],
+        denied=("r",),
+    ),
+    _substituted(
+        "revoked during the lease for a body",
+        Surface.BODY,
+        method=b"POST",
+        body=b"__TOKEN__",
+        during={4: revoke},
+        shown=None,
+        sent=None,
+        steps=WHOLE[:5],
+        denied=("r",),
+    ),
+    _substituted(
+        "a rule denies the path with its secret",
+        Surface.PATH,
+        path=b"/v1/__TOKEN__",
+        secret="3v4l-UE_9~x",
+        during={3: decided(Deny("no", "closed"))},
+        shown=403,
+        sent=None,
+        steps=[*JUDGED_PATH[:5], "request deny"],
+        denied=("r",),
+    ),
+    *(
+        _substituted(
+            f"a value with {name} in a {surface}",
+            surface,
+            path=b"/v1/__TOKEN__?__TOKEN__",
+            headers=((b"X-Own", b"__TOKEN__"),),
+            secret=f"long{octet}value",
+            shown=503,
+            sent=None,
+            steps=ORDER[:4],
+            denied=("r",),
+        )
+        for surface in (Surface.PATH, Surface.QUERY, Surface.HEADER)
+        for name, octet in {"CR": "\r", "LF": "\n", "NUL": "\0"}.items()
+    ),
+]
+
+
+def _placed(name: str, kind: InjectionKind, named: str, **more: object) -> Case:
+    """Return the case of a request with an injection that is no plain header."""
+    plan = InjectionPlan("api", "api-token", kind, named)
+    given: dict[str, object] = {
+        "decision": AllowRequest("r", (plan,)),
+        "uses": (SecretAt(plan, HOST, Endpoint(443, Scheme.HTTPS)),),
+        "sent": NO_BODY,
+        **more,
+    }
+    return Case(name, CONNECTED, 200, **given)  # type: ignore[arg-type]
+
+
+COOKIE = b"s-3v4l~UE_9+x/y="
+PLACES = [
+    _placed("a key in the query", InjectionKind.QUERY, "key", target=b"/v1?key=" + ENCODED),
+    *(
+        _placed(
+            f"the binding owns its query parameter over {'HTTP/2' if http2 else 'HTTP/1.1'}",
+            InjectionKind.QUERY,
+            "key",
+            http2=http2,
+            path=b"/v1?a=%2F&key=mine&%6bey=mine;KEY=mine&b=&&monkey=1&%6B%65%79&c",
+            target=b"/v1?a=%2F&b=&&monkey=1&c&key=" + ENCODED,
+            answer=((b"location", b"https://other.test/?key=" + ENCODED),),
+            pieces=(b'{"url":"/v1?key=' + ENCODED + b'"}',),
+            got=((b"location", b"https://other.test/?key=[REDACTED]"),),
+            text=b'{"url":"/v1?key=' + b"*" * len(ENCODED) + b'"}',
+        )
+        for http2 in (False, True)
+    ),
+    *(
+        _placed(
+            f"the binding owns its cookie over {'HTTP/2' if http2 else 'HTTP/1.1'}",
+            InjectionKind.COOKIE,
+            "sid",
+            http2=http2,
+            headers=(
+                (b"x-own", b"1"),
+                (b"cookie", b"a=1;  sid=mine;b=2"),
+                (b"cookie", b"sid=mine"),
+                (b"cookie", b"SID=c"),
+            ),
+            secret=COOKIE.decode(),
+            sent=((b"x-own", b"1"), (b"cookie", b"a=1;b=2; SID=c; sid=" + COOKIE), *NO_BODY),
+            answer=((b"set-cookie", b"sid=" + COOKIE + b"; Path=/"),),
+            got=((b"set-cookie", b"sid=[REDACTED]; Path=/"),),
+        )
+        for http2 in (False, True)
+    ),
+]
+
+CASES = [*REQUESTS, *UPGRADES, *RESPONSES, *GRPC_CALLS, *SUBSTITUTIONS, *PLACES]

@@ -16,10 +16,12 @@ from gateway.exchange import MAX_RECORDED_PATH, Exchange, Session
 from gateway.scrub.searched import MATCHES_FORGOTTEN, MAX_MATCHES, KnownPatterns
 from gateway.scrub.stream import Withheld
 from gateway.translate import Headers, RequestParts
-from gateway.verdicts import Answer, Forward, Origin, Relay, ResponseHead, Route
+from gateway.verdicts import Answer, Collect, Forward, Origin, Relay, ResponseHead, Route
+from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts, Scheme
-from policy.injection import SecretPlan
+from policy.injection import SecretPlan, SubstitutionPlan, Surface
+from policy.rules import Endpoint
 from tests.gateway.exchange_cases import (
     ACCEPTED,
     ALLOWED,
@@ -30,6 +32,7 @@ from tests.gateway.exchange_cases import (
     HANDSHAKE,
     HOST,
     MASKED,
+    MAX_BODY,
     MAX_DECODED,
     OPEN,
     ORDER,
@@ -61,7 +64,7 @@ def ended[T](work: Coroutine[Any, Any, T]) -> T:
 def session_of(ports: Ports, now: Callable[[], float] = lambda: 0.0) -> Session:
     effects = Effects(ports, ports, ports, ports, ports.ledger, Admission(now), now)
     origin = Origin(FlowFacts(HOST, 443, Scheme.HTTPS), "f1", "203.0.113.9", ("192.0.2.2", 40000), "pure")
-    session = Session(origin, effects, KnownPatterns(), MAX_DECODED)
+    session = Session(origin, effects, KnownPatterns(), MAX_DECODED, MAX_BODY)
 
     def revoke() -> None:
         session.over = session.over or "api-token" in session.used
@@ -76,6 +79,7 @@ def fields(headers: Headers) -> Headers:
 
 def parts_of(case: Case) -> RequestParts:
     framing = ((b"content-length", str(len(case.body)).encode()),) if case.body else ()
+    framing = ((b"transfer-encoding", b"chunked"),) if case.chunked else framing
     if case.http2:
         return RequestParts(20, case.method, case.path, b"https", case.host, (*case.headers, *framing))
     return RequestParts(11, case.method, case.path, b"", b"", ((b"Host", case.host), *case.headers, *framing))
@@ -103,6 +107,14 @@ def drive(case: Case) -> Seen:
 
 def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> None:
     verdict = ended(exchange.request(parts_of(case), DESTINATION, no_connection))
+    body = case.body
+    if isinstance(verdict, Collect):
+        assert not exchange.allowed
+        if len(body) > MAX_BODY:
+            verdict = exchange.refuse_body(413)
+        else:
+            whole = ended(exchange.request_whole(body))
+            verdict, body = (whole, b"") if isinstance(whole, Answer) else whole
     assert exchange.allowed is session.may_connect() is isinstance(verdict, Forward)
     if isinstance(verdict, Answer):
         seen.status, seen.headers, seen.body, seen.whole = verdict.status, fields(verdict.headers), verdict.body, True
@@ -111,17 +123,19 @@ def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> No
     head = verdict.head
     host = [value for name, value in head.headers if name.lower() == b"host"]
     seen.target, seen.authority, seen.sent = head.target, head.authority or host[0], fields(head.headers)
-    seen.body_sent = exchange.request_chunk(case.body)
+    framing = {name.lower(): value for name, value in head.headers}
+    seen.length, seen.chunked = framing.get(b"content-length"), b"transfer-encoding" in framing
+    seen.body_sent = exchange.request_chunk(body)
     exchange.request_sent()
     answered = ended(exchange.response(ResponseHead(case.status, case.http2, case.answer)))
     seen.status, seen.headers = answered.status, fields(answered.headers)
     seen.reason = answered.reason.encode() if isinstance(answered, Relay) else b""
     if isinstance(answered, Relay) and answered.buffered:
-        whole = exchange.response_whole(b"".join(case.pieces))
-        if isinstance(whole, Answer):
-            seen.status, seen.headers, seen.body = whole.status, fields(whole.headers), whole.body
+        searched = exchange.response_whole(b"".join(case.pieces))
+        if isinstance(searched, Answer):
+            seen.status, seen.headers, seen.body = searched.status, fields(searched.headers), searched.body
         else:
-            seen.headers, seen.body = fields(whole[0]), whole[1]
+            seen.headers, seen.body = fields(searched[0]), searched[1]
     elif exchange.tunnel:
         exchange.open_tunnel()
         assert session.may_connect()
@@ -727,3 +741,25 @@ def test_the_outcome_is_in_the_log() -> None:
     failure = connected(ports)
     failure.failed()
     assert "upstream or client failed" == ports.records[-1][2]["error"]
+
+
+@pytest.mark.parametrize(("rule", "sent"), [("default", True), ("p/shut", False), ("binding-ambiguous", False)])
+def test_a_path_with_its_secret_needs_no_rule_that_allows_it_but_none_that_denies_it(rule: str, sent: bool) -> None:
+    """Rules and bindings name the path with the placeholder: they cannot name the one with the secret."""
+    plan = SubstitutionPlan("api", "api-token", "__TOKEN__", (Surface.PATH,))
+
+    class Scoped(Ports):
+        def decide_request(self, facts: RequestFacts) -> object:
+            return AllowRequest("r", (), None, (plan,)) if "__TOKEN__" in facts.path else Deny(rule, "closed")
+
+    uses = (SecretAt(plan, HOST, Endpoint(443, Scheme.HTTPS)),)
+    ports = Scoped(uses=uses, secret="3v4l-UE_9~x", leased_paths=("/bot__TOKEN__/me",))
+    parts = RequestParts(11, b"GET", b"/bot__TOKEN__/me", b"", b"", ((b"Host", HOST.encode()),))
+    verdict = ended(Exchange(session_of(ports), "q1").request(parts, DESTINATION, no_connection))
+
+    assert sent is isinstance(verdict, Forward)
+    if isinstance(verdict, Forward):
+        assert b"/bot3v4l-UE_9~x/me" == verdict.head.target
+    else:
+        assert isinstance(verdict, Answer)
+        assert (403, True) == (verdict.status, b"a rule denies the path with its secret" in verdict.body)

@@ -129,6 +129,92 @@ REFUSED: dict[str, tuple[str, str]] = {
         rules("{host: a.test, inject: [{secret: s, as: bearer}, {secret: t, as: basic}]}"),
         "5:58: a second injection into Authorization",
     ),
+    "a query parameter without a name": (
+        rules("{host: a.test, inject: {secret: s, as: query}}"),
+        "5:32: as: query needs `name`",
+    ),
+    "a query parameter with an odd name": (
+        rules("{host: a.test, inject: {secret: s, as: query, name: 'a b'}}"),
+        "5:61: a query parameter's name is up to 128 of letters, digits,",
+    ),
+    "a query parameter in a header": (
+        rules("{host: a.test, inject: {secret: s, as: query, name: key, header: X-Key}}"),
+        "5:66: as: query is sent in the place that `name` names and takes no header",
+    ),
+    "a cookie with an odd name": (
+        rules("{host: a.test, inject: {secret: s, as: cookie, name: 'a;b'}}"),
+        "5:62: a cookie's name is a token of up to 128 characters",
+    ),
+    "a bearer token with a name": (
+        rules("{host: a.test, inject: {secret: s, as: bearer, name: x}}"),
+        "5:56: as: bearer is sent in Authorization and takes no name",
+    ),
+    "a cookie with a username": (
+        rules("{host: a.test, inject: {secret: s, as: cookie, name: sid, username: u}}"),
+        "5:77: cookie takes no username",
+    ),
+    "one cookie twice": (
+        rules("{host: a.test, inject: [{secret: s, as: cookie, name: a}, {secret: t, as: cookie, name: a}]}"),
+        "5:67: a second injection into cookie a",
+    ),
+    "a rule with a cookie and one with the header Cookie": (
+        rules(
+            "{id: a, host: a.test, inject: {secret: s, as: cookie, name: sid}}",
+            "{id: b, host: a.test, inject: {secret: t, as: api-key, header: Cookie}}",
+        ),
+        "6:9: this rule and p/a set Cookie of the same requests to a.test",
+    ),
+    "no substitutions": (rules("{host: a.test, substitutions: []}"), "5:39: substitutions is empty"),
+    "a substitution without a placeholder": (
+        rules("{host: a.test, substitutions: {secret: s, in: [path]}}"),
+        "5:39: a substitution needs `placeholder`",
+    ),
+    "a substitution without a surface": (
+        rules("{host: a.test, substitutions: {secret: s, placeholder: p, in: []}}"),
+        "5:71: in is empty",
+    ),
+    "a substitution on an unknown surface": (
+        rules("{host: a.test, substitutions: {secret: s, placeholder: p, in: [cookie]}}"),
+        "5:72: expected one of path, query, header, body",
+    ),
+    "a blank placeholder": (
+        rules("{host: a.test, substitutions: {secret: s, placeholder: ' ', in: [body]}}"),
+        "5:64: a placeholder is 1 to 1024 characters, not all blank",
+    ),
+    "a placeholder that no path has": (
+        rules("{host: a.test, substitutions: {secret: s, placeholder: '{TOKEN}', in: [path]}}"),
+        "5:64: this placeholder is in no path that is allowed: character that a path does not have",
+    ),
+    "one placeholder twice on one surface": (
+        rules(
+            "{host: a.test, substitutions: [{secret: s, placeholder: p, in: [path]}, "
+            "{secret: s, placeholder: p, in: [query, path]}]}"
+        ),
+        "5:81: a second substitution of placeholder 'p' in query, path",
+    ),
+    "two rules with one placeholder": (
+        rules(
+            "{id: a, host: a.test, substitutions: {secret: s, placeholder: p, in: [body]}}",
+            "{id: b, host: a.test, substitutions: {secret: t, placeholder: p, in: [body]}}",
+        ),
+        "6:9: this rule and p/a set placeholder 'p' in body of the same requests to a.test",
+    ),
+    "a deny rule with a substitution": (
+        rules("{host: a.test, action: deny, substitutions: {secret: s, placeholder: p, in: [body]}}"),
+        "5:38: a deny rule injects nothing",
+    ),
+    "a substitution at a wildcard": (
+        rules("{host: '*.a.test', substitutions: {secret: s, placeholder: p, in: [body]}}"),
+        "5:16: a secret is bound to exact hosts, not to a wildcard",
+    ),
+    "a substitution at an address": (
+        rules("{address: 203.0.113.1, substitutions: {secret: s, placeholder: p, in: [body]}}"),
+        "5:32: substitutions does not apply to addresses",
+    ),
+    "a substitution over plain HTTP": (
+        rules("{host: a.test, schemes: [http], substitutions: {secret: s, placeholder: p, in: [body]}}"),
+        "5:41: a secret over plain HTTP needs a.test in plaintext_secrets",
+    ),
     "two rules that inject into one header of one request": (
         rules(
             "{id: a, host: a.test, paths: ['/v1/*'], inject: {secret: s, as: bearer}}",
@@ -204,6 +290,7 @@ def test_scalars_are_what_they_look_like() -> None:
 ENDPOINTS = {
     "host: a.test": [(80, "http"), (443, "https")],
     "host: a.test, inject: {secret: s, as: bearer}": [(443, "https")],
+    "host: a.test, substitutions: {secret: s, placeholder: p, in: [body]}": [(443, "https")],
     "host: a.test, ports: [8443]": [(8443, "https")],
     "host: a.test, ports: [8080], schemes: [http]": [(8080, "http")],
     "host: a.test, schemes: [http]": [(80, "http")],
@@ -247,7 +334,7 @@ def test_remarks_name_what_works_but_may_surprise() -> None:
 def test_the_example_file_is_good_and_shows_every_feature() -> None:
     """It contains each key of the language at least once."""
     from policy import schema
-    from policy.injection import InjectionKind
+    from policy.injection import InjectionKind, Surface
     from policy.rules import DnsSettings, Limits
 
     document = load(EXAMPLE)
@@ -256,15 +343,16 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
         *("version", "ceiling", "default", "always_deny", "always_allow", "plaintext_secrets", "wildcard_bindings"),
         *("policies", "extends", "mode", "dns", "limits", "rules"),
         *schema._RULE_KEYS,
-        *("secret", "as", "header", "username"),
+        *("secret", "as", "header", "name", "username", "placeholder", "in"),
         *DnsSettings.__dataclass_fields__,
         *Limits.__dataclass_fields__,
     ]
 
     assert [] == [word for word in words if f"{word}:" not in text]
     assert [] == [kind for kind in InjectionKind if f"as: {kind}" not in text]
+    assert [] == [surface for surface in Surface if f" {surface}" not in text]
     assert ["base", "agents", "trial"] == list(document.policies)
-    assert 13 == len(compile_named(document, "trial").rules)
+    assert 16 == len(compile_named(document, "trial").rules)
     assert () == document.remarks
 
 
@@ -312,4 +400,4 @@ def test_no_rule_reads_an_empty_list_or_a_null() -> None:
         if "rules" in mutation.path[:-1] and mutation.kind in ("null", "empty list"):
             tried.add(mutation.path[-1])
             assert _powers(mutation.document) is None, mutation
-    assert {"methods", "paths", "ports", "schemes", "hosts", "host", "addresses", "inject", "action"} <= tried
+    assert {"methods", "paths", "ports", "schemes", "hosts", "host", "addresses", "inject", "action", "in"} <= tried

@@ -35,7 +35,9 @@ class Http1Flow:
         """Prepare to run `flow`."""
         facts = FlowFacts(flow.host, flow.port, flow.scheme)
         origin = Origin(facts, flow.flow_id, flow.original_destination[0], flow.peer, ENGINE)
-        self.session = Session(origin, shared.effects, shared.known, shared.limits.scrub_body_bytes)
+        self.session = Session(
+            origin, shared.effects, shared.known, shared.limits.scrub_body_bytes, shared.limits.request_body_bytes
+        )
         self.reason = "aborted"
         """Why the engine ended the flow."""
         self.aborted = False
@@ -169,7 +171,10 @@ class Http1Flow:
             return False
         self._requests += 1
         exchange = Exchange(self.session, f"{self._flow.flow_id}-{self._requests}")
-        transaction = Transaction(client, self._servers, exchange, head, self._heads, self._limits, self._waiting)
+        bodies = self._shared.bodies
+        transaction = Transaction(
+            client, self._servers, exchange, head, self._heads, self._limits, self._waiting, bodies
+        )
         return await transaction.run()
 
     async def _read_head(self, client: BufferedConnection) -> ClientRequest | Refused | None:

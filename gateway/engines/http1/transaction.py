@@ -3,6 +3,7 @@
     head -> Exchange.request -> Answer, or Forward -> server
     server -> head -> Exchange.response -> Relay -> scrubbed bytes -> client
 
+- A body that the exchange needs as a whole is collected before the request is sent. It is then sent in one piece.
 - The response is read while the body of the request is sent. If the response is complete first, the rest of the body
   is discarded.
 - If the server has closed an idle connection in the meantime, a request that is safe to repeat and has no body is sent
@@ -18,14 +19,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from gateway import pages
+from gateway.engines.bodies import Bodies, BodyRefused
 from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.http1.framing import (
     AnotherProtocol,
+    Body,
     ClientRequest,
     FramingError,
     HeadWriter,
     Response,
     Sent,
+    SizedBody,
     binds_connection,
     response_head,
 )
@@ -33,7 +37,7 @@ from gateway.engines.http1.servers import OnlyHttp2, ServerConnection, ServerFai
 from gateway.engines.port import EngineLimits
 from gateway.exchange import Exchange
 from gateway.translate import RequestParts
-from gateway.verdicts import Answer, Forward, Relay, ResponseHead
+from gateway.verdicts import Answer, Collect, Forward, Relay, ResponseHead
 
 MAX_DISCARD = 64 * 1024 * 1024
 """The limit of bytes of a request body that are discarded after an answer. Many clients send the whole body before they
@@ -71,6 +75,7 @@ class Transaction:
         heads: HeadWriter,
         limits: EngineLimits,
         waiting: Callable[[], AbstractContextManager[None]],
+        bodies: Bodies,
     ) -> None:
         self._client = client
         self._servers = servers
@@ -80,6 +85,10 @@ class Transaction:
         self._limits = limits
         self._waiting = waiting
         self._body = request.body()
+        self._outgoing: Body = self._body
+        self._source = client.data
+        """Where the bytes of `_outgoing` come from."""
+        self._collected = bodies.collect()
         self._response = Response(bodiless=request.parts.method == b"HEAD")
         self._pieces: list[bytes] = []
         self._upload: asyncio.Task[None] | None = None
@@ -99,6 +108,7 @@ class Transaction:
         finally:
             self._client.ended = None
             await self._end_upload()
+            self._collected.release()
             self._exchange.session.finished(self._exchange.request_id)
 
     async def _serve(self) -> bool:
@@ -106,6 +116,8 @@ class Transaction:
         with self._waiting():
             destination = (facts.host, facts.port, facts.scheme.value.encode("ascii"))
             verdict = await self.judge(self._request.parts, destination)
+        if isinstance(verdict, Collect):
+            verdict = await self._collect(verdict)
         if isinstance(verdict, Forward):
             return await self._forward(verdict)
         self._servers.keep()
@@ -115,7 +127,7 @@ class Transaction:
         self._send(verdict)
         return await self._discard() and not self._request.closes
 
-    async def judge(self, parts: RequestParts, destination: tuple[str, int, bytes]) -> Answer | Forward:
+    async def judge(self, parts: RequestParts, destination: tuple[str, int, bytes]) -> Answer | Collect | Forward:
         """Return the verdict on the request. An exception ends the flow."""
         return await self._exchange.request(parts, destination, self._servers.reserve)
 
@@ -129,6 +141,30 @@ class Transaction:
             raise RuntimeError("no decision on this request")
 
     # The request.
+
+    async def _collect(self, collect: Collect) -> Answer | Forward:
+        """Collect the body; return the verdict on the whole request."""
+        client, body = self._client, self._body
+        if collect.expects:
+            client.write(_CONTINUE)
+        try:
+            while True:
+                self._collected.add(body.take(client.data))
+                if body.done:
+                    break
+                if not await client.fill():
+                    raise _ClientGone
+        except BodyRefused as refused:
+            return self._exchange.refuse_body(refused.status)
+        except FramingError as error:
+            raise _ClientGone from error
+        with self._waiting():
+            verdict = await self._exchange.request_whole(self._collected.whole())
+        if isinstance(verdict, Answer):
+            return verdict
+        forward, whole = verdict
+        self._outgoing, self._source = SizedBody(len(whole)), bytearray(whole)
+        return forward
 
     async def _forward(self, forward: Forward) -> bool:
         self.check()
@@ -149,7 +185,7 @@ class Transaction:
 
     async def _exchanged(self, sent: Sent, forward: Forward) -> ServerConnection:
         """Send the request and read the head of its response; return the server that gave it."""
-        again = self._body.done and self._request.parts.method in _REPEATABLE
+        again = self._outgoing.done and self._request.parts.method in _REPEATABLE
         while True:
             server = await self._servers.get(forward.injected)
             with self._waiting():
@@ -174,8 +210,8 @@ class Transaction:
                 return server
 
     async def _begin(self, server: ServerConnection, sent: bytes) -> None:
-        connection, body = server.connection, self._body
-        part = b"" if body.done else self._exchange.request_chunk(body.take(self._client.data))
+        connection, body = server.connection, self._outgoing
+        part = b"" if body.done else self._exchange.request_chunk(body.take(self._source))
         connection.write(sent + _framed(part, chunked=body.chunked))
         if not body.done:
             self._upload = asyncio.create_task(self._send_body(connection))
@@ -195,12 +231,12 @@ class Transaction:
 
     async def _send_body(self, server: BufferedConnection) -> None:
         """Send the request body. If the client breaks it off, the wait for the response ends too."""
-        client, body = self._client, self._body
+        client, body = self._client, self._outgoing
         try:
             while not body.done:
                 if not client.data and not await client.fill():
                     raise _ClientGone
-                part = self._exchange.request_chunk(body.take(client.data))
+                part = self._exchange.request_chunk(body.take(self._source))
                 try:
                     server.write(_framed(part, chunked=body.chunked))
                     await server.drain()
@@ -231,6 +267,7 @@ class Transaction:
 
     async def _relay(self, server: ServerConnection) -> bool:
         response = self._response
+        self._collected.release()
         with self._waiting():
             verdict = await self._exchange.response(ResponseHead(response.status, False, tuple(response.headers)))
         if isinstance(verdict, Relay) and response.upgraded is not None:

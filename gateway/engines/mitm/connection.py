@@ -155,6 +155,7 @@ class FlowConnection(server.ConnectionHandler):
         self._down = _Room(limits.backlog_bytes, self._waiting_down)
         self._up = _Room(limits.backlog_bytes, self._waiting_up)
         self._pin.finished = gate.finished
+        self._pin.collects = gate.collects
         root = RootLayer(context, self.abort)
         context.server.address = (flow.host, flow.port)
         context.server.tls = True
@@ -217,6 +218,7 @@ class FlowConnection(server.ConnectionHandler):
     async def shutdown(self) -> None:
         """Stop all tasks and close all connections, also after an error of `handle_client`."""
         self._await_head(None)
+        self.gate.close()
         ios = list(self.transports.values())
         self.transports.clear()
         tasks = [io.handler for io in ios if io.handler is not None and not io.handler.done()]

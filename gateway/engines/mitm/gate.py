@@ -3,6 +3,7 @@
 `Gate` makes no decision. It carries out the verdict that an exchange returns for a request or a response.
 
 - An exception of an exchange propagates to the caller of the hook, which aborts the flow (`connection`).
+- A body that the exchange needs as a whole stays in mitmproxy's stream until it is complete, up to the limits.
 - A request is stamped with its exchange after the verdict was carried out.
 - `Sentinel` runs last and aborts every flow without a stamp.
 
@@ -16,13 +17,14 @@ from mitmproxy.connection import Server
 from mitmproxy.http import HTTPFlow
 
 from gateway import pages
+from gateway.engines.bodies import BodyRefused, Collected
 from gateway.engines.engine import Shared
 from gateway.engines.port import InspectedFlow
 from gateway.exchange import HTTP2, Exchange, Session
 from gateway.tls.contexts import certified
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts
-from gateway.verdicts import Answer, Forward, Origin, ResponseHead, Route
+from gateway.verdicts import Answer, Collect, Forward, ForwardHead, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
 from policy.injection import SecretPlan
 
@@ -36,7 +38,11 @@ class Gate:
     def __init__(self, flow: InspectedFlow, shared: Shared) -> None:
         facts = FlowFacts(flow.host, flow.port, flow.scheme)
         origin = Origin(facts, flow.flow_id, flow.original_destination[0], flow.peer, ENGINE)
-        self.session = Session(origin, shared.effects, shared.known, shared.limits.scrub_body_bytes)
+        self.session = Session(
+            origin, shared.effects, shared.known, shared.limits.scrub_body_bytes, shared.limits.request_body_bytes
+        )
+        self._bodies = shared.bodies
+        self._collected: dict[str, Collected] = {}
         self._host = flow.host
         self._server: Server | None = None
 
@@ -76,7 +82,31 @@ class Gate:
 
     def finished(self, flow_id: str) -> None:
         """See `Session.finished`."""
+        self._release(flow_id)
         self.session.finished(flow_id)
+
+    def collects(self, flow: HTTPFlow, size: int) -> bool:
+        """Count bytes of a body that mitmproxy collects. False: they are too many, and the flow has an answer."""
+        collected = self._collected.get(flow.id)
+        if collected is None:
+            return True
+        try:
+            collected.count(size)
+        except BodyRefused as refused:
+            self._release(flow.id)
+            _answer(flow, _exchange(flow).refuse_body(refused.status))
+            return False
+        return True
+
+    def close(self) -> None:
+        """Forget the bodies: the flow has ended."""
+        for flow_id in list(self._collected):
+            self._release(flow_id)
+
+    def _release(self, flow_id: str) -> None:
+        collected = self._collected.pop(flow_id, None)
+        if collected is not None:
+            collected.release()
 
     # Hooks, in the order in which they happen.
 
@@ -103,6 +133,8 @@ class Gate:
         verdict = await exchange.request(parts, destination, self._open_route)
         if isinstance(verdict, Forward):
             self._forward(flow, exchange, verdict)
+        elif isinstance(verdict, Collect):  # not streamed: `request` gets the whole body
+            self._collected[flow.id] = self._bodies.collect()
         else:
             _answer(flow, verdict)
         flow.metadata[STAMP] = exchange
@@ -124,22 +156,34 @@ class Gate:
             sent = exchange.request_chunk(data)
             return [sent] if sent else []
 
-        request = flow.request
-        request.data.path = forward.head.target
-        request.data.authority = forward.head.authority
-        request.headers = http.Headers(forward.head.headers)
-        request.stream = stream
+        _set_head(flow, forward.head)
+        flow.request.stream = stream
 
     async def sallyport_route(self, flow: HTTPFlow) -> None:
         """Record the connection before the request is sent on it."""
-        await _exchange(flow).connection(self._route(flow.server_conn))
+        exchange = _exchange(flow)
+        await exchange.connection(self._route(flow.server_conn))
         self._server = flow.server_conn
+        if flow.id in self._collected:
+            exchange.request_chunk(flow.request.data.content or b"")
+            self._release(flow.id)
 
     async def request(self, flow: HTTPFlow) -> None:
         flow.request.trailers = None
         exchange = flow.metadata.get(STAMP)
+        if flow.id in self._collected:
+            await self._whole(flow, _exchange(flow))
         if isinstance(exchange, Exchange):
             exchange.request_sent()
+
+    async def _whole(self, flow: HTTPFlow, exchange: Exchange) -> None:
+        verdict = await exchange.request_whole(flow.request.data.content or b"")
+        if isinstance(verdict, Answer):
+            self._release(flow.id)
+            _answer(flow, verdict)
+        else:
+            _set_head(flow, verdict[0].head)
+            flow.request.data.content = verdict[1]
 
     async def responseheaders(self, flow: HTTPFlow) -> None:
         exchange, response = _exchange(flow), _response(flow)
@@ -190,7 +234,7 @@ class Sentinel:
     """The last add-on: refuses requests and responses without a verdict."""
 
     async def requestheaders(self, flow: HTTPFlow) -> None:
-        self._check(flow)
+        self._check(flow, collecting=_exchange(flow).collecting)
 
     async def request(self, flow: HTTPFlow) -> None:
         self._check(flow)
@@ -198,11 +242,11 @@ class Sentinel:
     async def responseheaders(self, flow: HTTPFlow) -> None:
         self._check(flow)
 
-    def _check(self, flow: HTTPFlow) -> None:
+    def _check(self, flow: HTTPFlow, *, collecting: bool = False) -> None:
         exchange = _exchange(flow)
         if exchange.request_id != flow.id:
             raise RuntimeError("no decision on this request")
-        if not exchange.allowed and flow.response is None and flow.error is None:
+        if not exchange.allowed and not collecting and flow.response is None and flow.error is None:
             raise RuntimeError("a refused request without an answer")
 
 
@@ -221,6 +265,12 @@ def _response(flow: HTTPFlow) -> http.Response:
 
 def _fields(headers: http.Headers) -> Headers:
     return tuple((bytes(name), bytes(value)) for name, value in headers.fields)
+
+
+def _set_head(flow: HTTPFlow, head: ForwardHead) -> None:
+    flow.request.data.path = head.target
+    flow.request.data.authority = head.authority
+    flow.request.headers = http.Headers(head.headers)
 
 
 def _answer(flow: HTTPFlow, answer: Answer) -> None:

@@ -220,10 +220,20 @@ class StrictStream(mitm_http.HttpStream):
         if self.flow.response is None:
             yield from super().start_request_stream()
             return
-        # Answered locally: do not wait for the body. Drop the stream, which discards the rest.
+        yield from self._answer_now()
+
+    def _answer_now(self) -> Commands[None]:
+        """Answer locally: do not wait for the body. Drop the stream, which discards the rest."""
         self.client_state = self.state_done
         yield from self.send_response()
         self.client_state = self.state_errored  # discards queued parts of the body
+
+    def state_consume_request_body(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, _events.RequestData) and not self._pin.collects(self.flow, len(event.data)):
+            self.request_body_buf = ReceiveBuffer()  # type: ignore[no-untyped-call]
+            yield from self._answer_now()
+            return
+        yield from super().state_consume_request_body(event)
 
     def make_server_connection(self) -> Commands[bool]:
         if not (yield from super().make_server_connection()):

@@ -41,6 +41,8 @@ class Pin:
     Attributes:
         sensitive: names, in lower case, of the headers that ever carried a secret on this flow.
         held_back: bytes of request bodies that wait for a verdict or a connection.
+        collects: called with a mitmproxy flow and the size of a part of its request body, which is collected. Returns
+            False if that is too much; the flow then has an answer.
         finished: called with the id of a mitmproxy flow if the streams of its request end early.
         unfinished_head: the number, from 0, of the request head that is incomplete; None if there is none.
     """
@@ -51,6 +53,7 @@ class Pin:
     downstream: "StrictHttp2Server | None" = None
     upstreams: "list[StrictHttp2Client]" = field(default_factory=list)
     held_back: Callable[[], int] = lambda: 0
+    collects: Callable[[HTTPFlow, int], bool] = lambda _flow, _size: True
     finished: Callable[[str], None] = lambda _flow: None
     unfinished_head: Callable[[], int | None] = lambda: None
 

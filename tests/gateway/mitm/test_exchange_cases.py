@@ -16,12 +16,12 @@ from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
 from policy.injection import SecretPlan
-from tests.gateway.exchange_cases import CASES, HOST, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
+from tests.gateway.exchange_cases import CASES, HOST, MAX_BODY, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
 from tests.gateway.mitm.conftest import Authority, Rig, Upstream, only, running, server_context
 from tests.gateway.mitm.test_streams import Caller, Server
 from vault.secret import Secret
 
-LIMITS = replace(EngineLimits(), scrub_body_bytes=MAX_DECODED)
+LIMITS = replace(EngineLimits(), scrub_body_bytes=MAX_DECODED, request_body_bytes=MAX_BODY)
 SECONDS = 20.0
 _FRAMING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
 
@@ -70,7 +70,11 @@ class Far:
             line, *lines = (await reader.readuntil(b"\r\n\r\n")).strip().split(b"\r\n")
             named = [(name.lower(), value) for name, _, value in (one.partition(b": ") for one in lines)]
             self.seen.target, self.seen.authority = line.split(b" ")[1], dict(named)[b"host"]
-            self.seen.body_sent = await reader.readexactly(int(dict(named).get(b"content-length", b"0")))
+            self.seen.length, self.seen.chunked = (
+                dict(named).get(b"content-length"),
+                b"transfer-encoding" in dict(named),
+            )
+            self.seen.body_sent = await _body(reader, self.seen)
             self.seen.sent = fields(named)
             head = [b"HTTP/1.1 %d %s" % (case.status, SECRET.encode())]
             head += [b"%s: %s" % one for one in case.answer]
@@ -84,11 +88,16 @@ class Far:
         writer.close()
 
     async def over_http2(self, server: Server, event: h2.events.Event) -> None:
-        if not isinstance(event, h2.events.RequestReceived):
+        case = self.case
+        if isinstance(event, h2.events.RequestReceived):
+            named = {bytes(name): bytes(value) for name, value in event.headers}
+            self.seen.target, self.seen.authority = named[b":path"], named[b":authority"]
+            self.seen.sent, self.seen.length = fields(event.headers), named.get(b"content-length")
+        elif isinstance(event, h2.events.DataReceived):
+            self.seen.body_sent += event.data
+            server.state.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        if not isinstance(event, h2.events.StreamEnded):
             return
-        case, named = self.case, {bytes(name): bytes(value) for name, value in event.headers}
-        self.seen.target, self.seen.authority = named[b":path"], named[b":authority"]
-        self.seen.sent = fields(event.headers)
         server.state.send_headers(event.stream_id, [(b":status", b"%d" % case.status), *case.answer])
         for piece in case.pieces:
             server.state.send_data(event.stream_id, piece)
@@ -100,10 +109,20 @@ class Far:
             server.state.end_stream(event.stream_id)
 
 
+async def _body(reader: asyncio.StreamReader, seen: Seen) -> bytes:
+    if not seen.chunked:
+        return await reader.readexactly(int(seen.length or b"0"))
+    body = b""
+    while (size := int(await reader.readuntil(b"\r\n"), 16)) or not await reader.readexactly(2):
+        body += (await reader.readexactly(size + 2))[:-2]
+    return body
+
+
 async def ask_http1(rig: Rig, case: Case, seen: Seen) -> None:
     reader, writer = await rig.connect()
     client = h11.Connection(h11.CLIENT)
     framing = [(b"content-length", b"%d" % len(case.body))] if case.body else []
+    framing = [(b"transfer-encoding", b"chunked")] if case.chunked else framing
     request = h11.Request(method=case.method, target=case.path, headers=[(b"Host", case.host), *case.headers, *framing])
     parts = [client.send(request), client.send(h11.Data(data=case.body)) if case.body else b""]
     writer.write(b"".join(part or b"" for part in [*parts, client.send(h11.EndOfMessage())]))
@@ -138,7 +157,10 @@ async def ask_http1(rig: Rig, case: Case, seen: Seen) -> None:
 async def ask_http2(rig: Rig, case: Case, seen: Seen) -> None:
     caller = Caller(await rig.speak_h2())
     pseudo = [(b":method", case.method), (b":scheme", b"https"), (b":authority", case.host), (b":path", case.path)]
-    caller.call(1, [(name.decode(), value.decode()) for name, value in (*pseudo, *case.headers)])
+    caller.call(1, [(name.decode(), value.decode()) for name, value in (*pseudo, *case.headers)], ends=not case.body)
+    if case.body:
+        caller.state.send_data(1, case.body, end_stream=True)
+        caller.flush()
     with contextlib.suppress(AssertionError, OSError, ssl.SSLError):  # the flow ended
         await caller.hear(h2.events.StreamEnded, 1, SECONDS)
         seen.whole = True
