@@ -2,7 +2,7 @@
 
 - A binding names credentials; this module handles no secret values. In plans a credential is the secret
   `inline:<name>`.
-- Unknown keys are refused at any depth. Substitutions are not supported and refused.
+- Unknown keys are refused at any depth.
 - An absent list of `match` means its default. A null or an empty list is refused, so that neither means "all".
 - Two bindings that can match one request are refused, except an exact host beside a wildcard host.
 
@@ -11,13 +11,13 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from policy.api import ApiPolicyError
 from policy.facts import Scheme
-from policy.injection import InjectionKind, InjectionPlan, header_name
+from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Surface, header_name
 from policy.names import HostPattern, InvalidName, canonical_host
 from policy.paths import PathPattern
 from policy.rules import MAX_NAMES, Binding, is_token
@@ -26,9 +26,20 @@ from policy.strict import Path, StrictError, members
 MAX_BINDINGS = 256
 MAX_PLACES = 8192
 """The limit of hosts, methods and paths in all bindings together. It bounds the cost of the comparison."""
+MAX_SUBSTITUTIONS = 32
+"""The limit of substitutions of one binding."""
 DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _DEFAULTS = {"schemes": ("https",), "methods": DEFAULT_METHODS, "paths": ("/*",)}
 INLINE = "inline:"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSubstitution:
+    """One validated substitution: a credential in place of a placeholder, on these surfaces."""
+
+    credential: str
+    placeholder: str
+    surfaces: tuple[Surface, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +53,21 @@ class ApiBinding:
     paths: tuple[str, ...]
     auth_type: str
     headers: tuple[tuple[str, str], ...] = ()
+    substitutions: tuple[ApiSubstitution, ...] = ()
 
     @property
     def credentials(self) -> tuple[str, ...]:
         """The names of the credentials that the binding uses, each once."""
-        return tuple(dict.fromkeys(credential for _, credential in self.headers))
+        injected = (credential for _, credential in self.headers)
+        return tuple(dict.fromkeys((*injected, *(item.credential for item in self.substitutions))))
+
+    def renamed(self, name: Callable[[str], str]) -> "ApiBinding":
+        """Return the binding with `name` of each credential."""
+        return replace(
+            self,
+            headers=tuple((header, name(credential)) for header, credential in self.headers),
+            substitutions=tuple(replace(item, credential=name(item.credential)) for item in self.substitutions),
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """Return `match` and `auth` in the JSON form of BindingMetadata."""
@@ -72,6 +93,15 @@ class ApiBinding:
                 auth = {"headers": [{"name": name, "credential": credential} for name, credential in self.headers]}
             case _:
                 auth = {}
+        if self.substitutions:
+            auth["substitutions"] = [
+                {
+                    "credential": item.credential,
+                    "placeholder": item.placeholder,
+                    "in": [str(one) for one in item.surfaces],
+                }
+                for item in self.substitutions
+            ]
         return self.to_wire() | {"auth": {"type": self.auth_type, **auth}}
 
     def compiled(self) -> Binding:
@@ -79,15 +109,17 @@ class ApiBinding:
         kind = {"bearer": InjectionKind.BEARER, "basic": InjectionKind.BASIC_RAW}.get(
             self.auth_type, InjectionKind.API_KEY
         )
+        binding = f"binding:{self.name}"
         return Binding(
             self.name,
             tuple(HostPattern(host) for host in self.hosts),
             tuple(Scheme(scheme) for scheme in self.schemes),
             self.methods,
             tuple(PathPattern(path) for path in self.paths),
+            tuple(InjectionPlan(binding, f"{INLINE}{credential}", kind, header) for header, credential in self.headers),
             tuple(
-                InjectionPlan(f"binding:{self.name}", f"{INLINE}{credential}", kind, header)
-                for header, credential in self.headers
+                SubstitutionPlan(binding, f"{INLINE}{item.credential}", item.placeholder, item.surfaces)
+                for item in self.substitutions
             ),
         )
 
@@ -122,7 +154,7 @@ def parse_binding(value: object, path: Path = ()) -> ApiBinding:
     name = binding_name(fields.get("name"), "binding")
     try:
         match = _members(fields.get("match"), ("hosts", *_DEFAULTS, "ports"), (*path, "match"))
-        auth_type, headers = _auth(fields.get("auth"), (*path, "auth"))
+        auth_type, headers, substitutions = _auth(fields.get("auth"), (*path, "auth"))
         hosts = tuple(dict.fromkeys(_host(host) for host in _strings(match.get("hosts", []), "hosts")))
         _check_ports(match.get("ports", [443]))
         lists = {key: _strings(match[key], key) if key in match else default for key, default in _DEFAULTS.items()}
@@ -134,6 +166,7 @@ def parse_binding(value: object, path: Path = ()) -> ApiBinding:
             tuple(dict.fromkeys(_path(item) for item in lists["paths"])),
             auth_type,
             headers,
+            substitutions,
         )
     except ApiPolicyError as error:
         raise ApiPolicyError(f'binding "{name}": {error}') from None
@@ -308,26 +341,71 @@ def _path(text: str) -> str:
         raise ApiPolicyError(str(error)) from None
 
 
-def _auth(value: object, path: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _auth(value: object, path: Path) -> tuple[str, tuple[tuple[str, str], ...], tuple[ApiSubstitution, ...]]:
     auth = _members(value, ("type", "credential", "name", "headers", "substitutions"), path)
-    if auth.get("substitutions", []) != []:
-        raise ApiPolicyError("substitutions are not supported")
-    kind = auth.get("type", "")
+    kind = str(auth.get("type", ""))
+    headers: tuple[tuple[str, str], ...] = ()
     match kind:
         case "bearer" | "basic":
             _refuse(auth, kind, "name", "headers")
-            return kind, (("Authorization", _credential(auth, f"{kind} auth requires credential")),)
+            headers = (("Authorization", _credential(auth, f"{kind} auth requires credential")),)
         case "apiKey":
             _refuse(auth, kind, "headers")
-            return kind, ((_header(auth.get("name")), _credential(auth, "apiKey auth requires credential")),)
+            headers = ((_header(auth.get("name")), _credential(auth, "apiKey auth requires credential")),)
         case "customHeaders":
             _refuse(auth, kind, "credential", "name")
-            return kind, _custom_headers(auth.get("headers"), (*path, "headers"))
+            headers = _custom_headers(auth.get("headers"), (*path, "headers"))
         case "passthrough":
             _refuse(auth, kind, "credential", "name", "headers")
-            return kind, ()
         case _:
-            raise ApiPolicyError(f"unsupported auth type {json.dumps(str(kind)[:100])}")
+            raise ApiPolicyError(f"unsupported auth type {json.dumps(kind[:100])}")
+    return kind, headers, _substitutions(auth.get("substitutions", []), (*path, "substitutions"))
+
+
+def _substitutions(value: object, path: Path) -> tuple[ApiSubstitution, ...]:
+    if not isinstance(value, list):
+        raise ApiPolicyError("substitutions must be an array")
+    if len(value) > MAX_SUBSTITUTIONS:
+        raise ApiPolicyError(f"at most {MAX_SUBSTITUTIONS} substitutions")
+    found: list[ApiSubstitution] = []
+    seen: dict[tuple[str, Surface], int] = {}
+    for position, item in enumerate(value):
+        substitution = _substitution(item, position, (*path, position))
+        for surface in substitution.surfaces:
+            earlier = seen.setdefault((substitution.placeholder, surface), position)
+            if earlier != position:
+                raise ApiPolicyError(
+                    f"substitution {position} duplicates placeholder {json.dumps(substitution.placeholder[:100])} "
+                    f"on {surface} surface from substitution {earlier}"
+                )
+        found.append(substitution)
+    return tuple(found)
+
+
+def _substitution(value: object, position: int, path: Path) -> ApiSubstitution:
+    fields = _members(value, ("credential", "placeholder", "in"), path)
+    which = f"substitution {position}"
+    credential = _credential(fields, f"{which} requires credential")
+    placeholder = fields.get("placeholder")
+    if not isinstance(placeholder, str) or not placeholder.strip():
+        raise ApiPolicyError(f"{which} requires placeholder")
+    written = fields.get("in")
+    if not isinstance(written, list) or not written:
+        raise ApiPolicyError(f"{which} requires at least one target surface")
+    surfaces = tuple(dict.fromkeys(_surface(item, which) for item in written))
+    try:
+        plan = SubstitutionPlan("", "", placeholder, surfaces)
+    except ValueError as error:
+        raise ApiPolicyError(f"{which}: {error}") from None
+    return ApiSubstitution(credential, plan.placeholder, plan.surfaces)
+
+
+def _surface(value: object, which: str) -> Surface:
+    text = value.strip().lower() if isinstance(value, str) else str(value)
+    try:
+        return Surface(text)
+    except ValueError:
+        raise ApiPolicyError(f"{which} has unsupported target surface {json.dumps(text[:100])}") from None
 
 
 def _custom_headers(value: object, path: Path) -> tuple[tuple[str, str], ...]:

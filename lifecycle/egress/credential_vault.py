@@ -13,7 +13,7 @@ passed separately, from the request to vaultd. No object of this module but `Cha
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from policy.api import ApiPolicyError
@@ -85,10 +85,7 @@ class CredentialVault:
 
     def compiled_bindings(self) -> tuple[ApiBinding, ...]:
         """Return the bindings, each credential with vaultd's name, to compile them."""
-        return tuple(
-            replace(binding, headers=tuple((name, self._versioned(item)) for name, item in binding.headers))
-            for binding in self.bindings
-        )
+        return tuple(binding.renamed(self._versioned) for binding in self.bindings)
 
     def places(self) -> frozenset[Grant]:
         """Return where the bindings use the values, whether or not they are in force."""

@@ -269,12 +269,12 @@ async def test_a_vault_that_is_not_activated_is_not_made(api: Api) -> None:
                         **VAULT["bindings"][0],
                         "auth": {
                             "type": "passthrough",
-                            "substitutions": [{"credential": "c", "placeholder": "p", "in": ["path"]}],
+                            "substitutions": [{"credential": "d", "placeholder": "p", "in": ["path"]}],
                         },
                     }
                 ]
             },
-            "substitutions are not supported",
+            'binding "b" references unknown credential "d"',
         ),
     ],
 )

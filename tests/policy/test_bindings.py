@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policy.api import ApiPolicyError
 from policy.bindings import conflicts, number_of_places, parse_binding, parse_bindings
 from policy.facts import Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern
 from policy.paths import PathPattern
 from policy.rules import Binding
@@ -22,6 +22,14 @@ def binding(match: Any = None, auth: Any = None, name: Any = "b") -> dict[str, A
         "match": {"hosts": ["good.test"], **(match or {})},
         "auth": auth or {"type": "bearer", "credential": "c"},
     }
+
+
+SUBSTITUTION = {"credential": "c", "placeholder": "__TOKEN__", "in": ["path", "body"]}
+
+
+def substituting(value: Any) -> dict[str, Any]:
+    """Return a binding with these substitutions and nothing else."""
+    return binding(auth={"type": "passthrough", "substitutions": value})
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -89,12 +97,40 @@ REFUSED: dict[str, tuple[Any, str]] = {
         binding(auth={"type": "passthrough", "credential": "c"}),
         'binding "b": passthrough auth does not accept credential',
     ),
-    "substitutions": (
-        binding(
-            auth={"type": "passthrough", "substitutions": [{"credential": "c", "placeholder": "p", "in": ["path"]}]}
-        ),
-        'binding "b": substitutions are not supported',
+    "substitutions that are no list": (substituting({}), 'binding "b": substitutions must be an array'),
+    "a substitution without a credential": (
+        substituting([{"credential": " ", "placeholder": "p", "in": ["path"]}]),
+        'binding "b": substitution 0 requires credential',
     ),
+    "a substitution without a placeholder": (
+        substituting([SUBSTITUTION, {"credential": "c", "placeholder": " ", "in": ["path"]}]),
+        'binding "b": substitution 1 requires placeholder',
+    ),
+    "a substitution without a surface": (
+        substituting([{**SUBSTITUTION, "in": []}]),
+        'binding "b": substitution 0 requires at least one target surface',
+    ),
+    "a substitution on an unknown surface": (
+        substituting([{**SUBSTITUTION, "in": ["path", "cookie"]}]),
+        'binding "b": substitution 0 has unsupported target surface "cookie"',
+    ),
+    "a surface that is no text": (
+        substituting([{**SUBSTITUTION, "in": [1]}]),
+        'binding "b": substitution 0 has unsupported target surface "1"',
+    ),
+    "one placeholder twice on one surface": (
+        substituting([SUBSTITUTION, {"credential": "d", "placeholder": "__TOKEN__", "in": ["query", "body"]}]),
+        'binding "b": substitution 1 duplicates placeholder "__TOKEN__" on body surface from substitution 0',
+    ),
+    "a placeholder with a line end": (
+        substituting([{**SUBSTITUTION, "placeholder": "a\nb"}]),
+        'binding "b": substitution 0: a placeholder is 1 to 1024 characters, not all blank, without control characters',
+    ),
+    "an unknown field in a substitution": (
+        substituting([{**SUBSTITUTION, "encoding": "raw"}]),
+        'binding "b": unknown field "auth.substitutions[0].encoding"',
+    ),
+    "too many substitutions": (substituting([SUBSTITUTION] * 33), 'binding "b": at most 32 substitutions'),
 }
 
 
@@ -255,6 +291,33 @@ def test_each_kind_puts_each_credential_where_it_belongs(kind: str) -> None:
     shown = {key: value for key, value in written.items() if key in ("type", "name")}
     assert parsed.to_wire() == {"name": "b", "match": MATCH, "auth": shown}
     assert parsed.credentials == tuple(secret.removeprefix("inline:") for secret, _, _ in plans)
+
+
+@pytest.mark.parametrize("kind", AUTHS)
+def test_each_kind_can_have_substitutions_which_are_not_shown(kind: str) -> None:
+    """Surfaces are trimmed, in lower case and without duplicates. A placeholder stays as it is written."""
+    auth, written, plans = AUTHS[kind]
+    given_ = [
+        {"credential": " key ", "placeholder": " {Key} ", "in": [" BODY", "query", "body"]},
+        {"credential": "c2", "placeholder": " {Key} ", "in": ["header"]},
+    ]
+    kept = [
+        {"credential": "key", "placeholder": " {Key} ", "in": ["body", "query"]},
+        {"credential": "c2", "placeholder": " {Key} ", "in": ["header"]},
+    ]
+    parsed = parse_binding({"name": "b", "match": MATCH, "auth": {**auth, "substitutions": given_}})
+
+    assert parsed.to_json() == {"name": "b", "match": MATCH, "auth": {**written, "substitutions": kept}}
+    assert parsed == parse_binding(parsed.to_json())
+    assert (
+        SubstitutionPlan("binding:b", "inline:key", " {Key} ", (Surface.BODY, Surface.QUERY)),
+        SubstitutionPlan("binding:b", "inline:c2", " {Key} ", (Surface.HEADER,)),
+    ) == parsed.compiled().substitutions
+    assert len(plans) == len(parsed.compiled().injections)
+    assert {"key", "c2"} <= set(parsed.credentials)
+    assert parse_binding({"name": "b", "match": MATCH, "auth": auth}).to_wire() == parsed.to_wire()
+    renamed = parsed.renamed(lambda name: f"1/{name}")
+    assert {f"1/{name}" for name in parsed.credentials} == set(renamed.credentials)
 
 
 def test_bindings_are_a_bounded_list() -> None:
