@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -36,6 +37,8 @@ from opensandbox.models.isolated import (
     IsolatedRunOpts,
 )
 from opensandbox.models.sandboxes import (
+    Credential,
+    CredentialBinding,
     CredentialProxyConfig,
     NetworkPolicy,
     NetworkRule,
@@ -555,6 +558,69 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
     assert "mine" == (await sent("bearer"))["authorization"]
     with pytest.raises(SandboxException):
         await settle(sandbox.credential_vault.get())
+
+
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+async def test_the_substitutions_of_a_binding_act_at_the_far_end(sdk: Sdk, internet: Internet, runtime: str) -> None:
+    """On each surface, beside an injection and without one. They are not shown, and end with their binding."""
+    rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=API)])
+    sandbox = await sdk.create(
+        network_policy=rules,
+        credential_proxy=CredentialProxyConfig(enabled=True),
+        extensions={"sallyport.runtime": runtime},
+    )
+    value, token = f"a b+{secrets.token_hex(20)}", f"token-{secrets.token_hex(20)}"
+    encoded = quote(value, safe="")
+
+    def binding(name: str, auth: dict[str, Any], *surfaces: str) -> CredentialBinding:
+        substitution = {"credential": "value", "placeholder": "__VALUE__", "in": list(surfaces)}
+        match = {"hosts": [API], "paths": [f"/{name}/*"], "methods": ["POST"]}
+        return CredentialBinding.model_validate(
+            {"name": name, "match": match, "auth": {**auth, "substitutions": [substitution]}}
+        )
+
+    made = await settle(
+        sandbox.credential_vault.create(
+            credentials=[
+                Credential.model_validate({"name": name, "source": {"value": text}})
+                for name, text in (("value", value), ("token", token))
+            ],
+            bindings=[
+                binding("passthrough", {"type": "passthrough"}, "path", "query", "header", "body"),
+                binding("bearer", {"type": "bearer", "credential": "token"}, "body"),
+            ],
+        )
+    )
+    assert [("bearer", "bearer"), ("passthrough", "passthrough")] == [
+        (item.name, item.auth.type) for item in made.bindings
+    ]
+    assert "__VALUE__" not in made.model_dump_json()
+
+    async def sent(name: str) -> dict[str, Any]:
+        """Return the request that the API host receives below the path of a binding."""
+        marker = secrets.token_hex(8)
+        url = f"https://{API}/{name}/{marker}/__VALUE__?q=__VALUE__"
+        command = f"curl -sS -D - --max-time 20 -H 'X-Own: __VALUE__' --json '{{\"v\": \"__VALUE__\"}}' '{url}'"
+        execution = await shell(sandbox, command)
+        assert [] == [True for text in (value, encoded, token) if text in out(execution)]
+        (note,) = received(internet, marker)
+        return {**note, "target": note["target"].replace(marker, "@")}
+
+    whole = await sent("passthrough")
+    assert f"/passthrough/@/{encoded}?q={encoded}" == whole["target"]
+    assert (value, {"v": value}) == (received_field(whole, "x-own"), json.loads(whole["body"]))
+    assert received_field(whole, "authorization") is None
+    beside = await sent("bearer")
+    assert "/bearer/@/__VALUE__?q=__VALUE__" == beside["target"]
+    assert (f"Bearer {token}", "__VALUE__") == (
+        received_field(beside, "authorization"),
+        received_field(beside, "x-own"),
+    )
+    assert {"v": value} == json.loads(beside["body"])
+
+    await settle(sandbox.credential_vault.patch(bindings={"delete": ["passthrough"]}))
+
+    assert "/passthrough/@/__VALUE__?q=__VALUE__" == (await sent("passthrough"))["target"]
 
 
 async def test_isolated_sessions(sdk: Sdk) -> None:

@@ -100,3 +100,14 @@ def test_a_body_is_collected_only_if_a_placeholder_can_be_in_it() -> None:
     assert needs_body(empty, [PLAN], http2=True)
     multipart = (*POST[:2], (b"Content-Type", b"multipart/form-data; boundary=x"), POST[3])
     assert not needs_body(translated(b"/", multipart), [PLAN], http2=False)
+
+
+@pytest.mark.parametrize(
+    ("surface", "sensitive"),
+    [(Surface.PATH, {b":path"}), (Surface.QUERY, {b":path"}), (Surface.HEADER, {b"x-key"}), (Surface.BODY, set())],
+)
+def test_what_carries_a_secret_is_sensitive(surface: Surface, sensitive: set[bytes]) -> None:
+    """HTTP/2 sends it so that no table of the connection has it."""
+    plan = replace(PLAN, surfaces=(surface,))
+
+    assert sensitive == compose(translated(b"/__T__?__T__"), [], [(plan, VALUE)], b'"__T__"', LIMIT).sensitive

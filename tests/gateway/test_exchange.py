@@ -763,3 +763,19 @@ def test_a_path_with_its_secret_needs_no_rule_that_allows_it_but_none_that_denie
     else:
         assert isinstance(verdict, Answer)
         assert (403, True) == (verdict.status, b"a rule denies the path with its secret" in verdict.body)
+
+
+def test_a_body_that_is_announced_above_the_limit_is_refused_before_it_is_read() -> None:
+    """One at the limit is collected, and then judged as a whole. Nothing is leased for either before."""
+    plan = SubstitutionPlan("api", "api-token", "__TOKEN__", (Surface.BODY,))
+    ports = Ports(AllowRequest("r", (), None, (plan,)))
+
+    def asked(size: int) -> Answer | Collect | Forward:
+        headers = ((b"Host", HOST.encode()), (b"Content-Length", b"%d" % size), (b"Expect", b"100-continue"))
+        parts = RequestParts(11, b"POST", b"/v1", b"", b"", headers)
+        return ended(Exchange(session_of(ports), "q1").request(parts, DESTINATION, no_connection))
+
+    refused = asked(MAX_BODY + 1)
+    assert isinstance(refused, Answer)
+    assert (413, Collect(expects=True)) == (refused.status, asked(MAX_BODY))
+    assert ["decide", "count"] * 2 == ports.steps

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,13 +12,27 @@ import h11
 import pytest
 
 from gateway.effects import Over
+from gateway.engines.mitm.http2 import WINDOW
 from gateway.engines.port import EngineLimits
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
 from policy.injection import SecretPlan
-from tests.gateway.exchange_cases import CASES, HOST, MAX_BODY, MAX_DECODED, SECRET, Case, Fields, Ports, Seen, check
+from tests.gateway.exchange_cases import (
+    CASES,
+    HOST,
+    MAX_BODY,
+    MAX_DECODED,
+    PLACEHOLDER,
+    SECRET,
+    Case,
+    Fields,
+    Ports,
+    Seen,
+    check,
+)
 from tests.gateway.mitm.conftest import Authority, Rig, Upstream, only, running, server_context
+from tests.gateway.mitm.test_pool import until
 from tests.gateway.mitm.test_streams import Caller, Server
 from vault.secret import Secret
 
@@ -186,3 +201,74 @@ async def test_the_case(case: Case, tmp_path: Path, upstream_root: Authority, sa
         ports.revoke = lambda: rig.engine.revoke(frozenset({"api-token"}))
         await (ask_http2 if case.http2 else ask_http1)(rig, case, seen)
     check(case, seen)
+
+
+UPLOAD = [(":method", "PUT"), (":scheme", "https"), (":authority", HOST), (":path", "/v1")]
+TEXT = next(case for case in CASES if case.name == "a text")
+
+
+@contextlib.asynccontextmanager
+async def collecting(
+    http2: bool, place: Path, upstream_root: Authority, sandbox_root: Authority, body: bytes
+) -> AsyncIterator[tuple[CaseRig, Case, Seen]]:
+    """Run an engine with the default limits, whose rule replaces a placeholder in a body."""
+    far = body.replace(PLACEHOLDER.encode(), SECRET.encode())
+    case = replace(TEXT, http2=http2, body=body, far=far)
+    ports = case.ports()
+    seen, rig = Seen(ports), CaseRig(place, Upstream(), upstream_root, sandbox_root, ports=ports)
+    rig.audit = ports  # type: ignore[assignment]
+    server = Far(case, seen)
+    rig.upstream.serve = Server(server.over_http2).serve if http2 else server.over_http1  # type: ignore[method-assign]
+    async with running(rig, server_context(upstream_root.leaf(HOST), place, ["h2"] if http2 else None)):
+        yield rig, case, seen
+
+
+@pytest.mark.parametrize("http2", [False, True])
+async def test_a_body_of_many_windows_is_collected_and_then_forgotten(
+    http2: bool, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority
+) -> None:
+    """Its first and its last bytes are a placeholder."""
+    body = PLACEHOLDER.encode() + b"x" * (5 * WINDOW) + PLACEHOLDER.encode()
+    async with collecting(http2, tmp_path, upstream_root, sandbox_root, body) as (rig, case, seen):
+        if http2:
+            caller = Caller(await rig.speak_h2())
+            caller.call(1, UPLOAD, ends=False)
+            left = body
+            while left:
+                if count := min(16384, len(left), caller.state.local_flow_control_window(1)):
+                    caller.state.send_data(1, left[:count], end_stream=count == len(left))
+                    left = left[count:]
+                    await caller.drain()
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        await caller.hear(h2.events.StreamEnded, 1, 0.02)
+            await caller.hear(h2.events.StreamEnded, 1, SECONDS)
+            caller.close()
+        else:
+            await ask_http1(rig, case, seen)
+        held = rig.engine._bodies.held
+    assert case.far == seen.body_sent
+    assert 0 == held
+
+
+@pytest.mark.parametrize("http2", [False, True])
+async def test_a_body_that_its_client_breaks_off_is_forgotten_and_nothing_is_sent(
+    http2: bool, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority
+) -> None:
+    body = PLACEHOLDER.encode() + b"x" * 1000
+    async with collecting(http2, tmp_path, upstream_root, sandbox_root, body) as (rig, _, seen):
+        if http2:
+            caller = Caller(await rig.speak_h2())
+            caller.call(1, UPLOAD, ends=False)
+            caller.state.send_data(1, body)
+            await caller.drain()
+            close = caller.close
+        else:
+            _, writer = await rig.connect()
+            writer.write(b"PUT /v1 HTTP/1.1\r\nHost: " + HOST.encode() + b"\r\nContent-Length: 2000\r\n\r\n" + body)
+            await writer.drain()
+            close = writer.close
+        await until(lambda: rig.engine._bodies.held == len(body))
+        close()
+        await until(lambda: rig.engine._bodies.held == 0)
+    assert (["decide", "count"], None) == (seen.ports.steps, seen.sent)
