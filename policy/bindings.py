@@ -19,7 +19,7 @@ from policy.api import ApiPolicyError
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Surface, header_name
 from policy.names import HostPattern, InvalidName, canonical_host
-from policy.paths import PathPattern
+from policy.paths import PathPattern, strict_pattern
 from policy.rules import MAX_NAMES, Binding, is_token
 from policy.strict import Path, StrictError, members
 
@@ -336,7 +336,7 @@ def _method(text: str) -> str:
 def _path(text: str) -> str:
     path = text.strip()
     try:
-        return PathPattern(path).text
+        return strict_pattern(path).text
     except ValueError as error:
         raise ApiPolicyError(str(error)) from None
 

@@ -16,6 +16,7 @@ Order of authority; the first match decides:
 - A name rule never allows a bare address, and an address rule never allows a name.
 - Two different injections into one slot of a request are a denial, and so are two secrets for one placeholder on one
   surface.
+- On a host with path rules an ambiguous path is a denial, unless a rule that allows the request permits its form.
 - Mode observe turns a list's denial into an allow with the denial as `observed`. Such a request gets no injection.
   Invalid facts, `always_deny`, the ceiling, conflicting injections and bare addresses are denied in this mode, too.
 
@@ -31,7 +32,7 @@ from policy.compiled import CompiledPolicy
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
 from policy.names import is_canonical
-from policy.paths import ambiguity
+from policy.paths import Leniency, ambiguity
 from policy.rules import (
     FORBIDDEN_METHODS,
     STANDARD,
@@ -47,6 +48,8 @@ from policy.rules import (
 
 DEFAULT = "default"
 """The rule of a denial that no rule has made."""
+_OF_BINDINGS = Leniency(encoded_slashes=True)
+"""The egress API tolerates `%2F` that does not change which binding matches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,17 +282,20 @@ def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overri
         if isinstance(flow, Deny) or rules.precedence is Precedence.FIRST_MATCH:
             return flow
     matching = [rule for rule in rules.of_host(facts.host) if rule.covers(endpoint)]
-    if any(rule.strict_paths for rule in matching):
-        problem = ambiguity(facts.path)
-        if problem is not None:
-            return Deny(
-                "ambiguous-path", f"The request path is ambiguous ({problem}), and {facts.host} has path rules."
-            )
+    problem = ambiguity(facts.path) if any(rule.strict_paths for rule in matching) else None
+    accepting = [
+        rule
+        for rule in matching
+        if rule.action is Action.ALLOW
+        and rule.accepts(facts.method, facts.path)
+        and (problem is None or ambiguity(facts.path, rule.permits) is None)
+    ]
+    if problem is not None and not accepting:
+        return Deny("ambiguous-path", f"The request path is ambiguous ({problem}), and {facts.host} has path rules.")
     if overridden is None:
         for rule in matching:
             if rule.action is Action.DENY and rule.accepts(facts.method, facts.path):
                 return Deny(rule.id, f"{facts.method} on this path of {facts.host} is denied by rule {rule.id}.")
-    accepting = [rule for rule in matching if rule.action is Action.ALLOW and rule.accepts(facts.method, facts.path)]
     injections = tuple(plan for rule in accepting for plan in rule.injections)
     substitutions = tuple(plan for rule in accepting for plan in rule.substitutions)
     if overridden is not None:
@@ -304,7 +310,9 @@ def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -
     covering = [binding for binding in policy.bindings if binding.covers(facts.host, endpoint)]
     if not covering:
         return ()
-    problem = ambiguity(facts.path)
+    problem = ambiguity(facts.path, _OF_BINDINGS)
+    if problem is None and any(binding.divides(facts.method, facts.path) for binding in covering):
+        problem = "an encoded slash changes which binding matches"
     if problem is not None:
         return Deny("ambiguous-path", f"request path contains ambiguous segments ({problem})")
     matching = [binding for binding in covering if binding.accepts(facts.method, facts.path)]

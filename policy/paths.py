@@ -5,6 +5,10 @@ judged. On hosts with path rules a path must be canonical, otherwise it is refus
 
 - If `ambiguity` returns None, none of these operations changes a segment boundary of the path: decoding, collapsing
   slashes, resolving dot segments, removing `;` parameters, removing trailing dots.
+- A rule can permit two forms for its requests: `%2F` in a segment, and empty segments (`Leniency`). Such a path has two
+  readings. In the literal one `%2F` is data; in the routed one it is a slash, and slashes are collapsed. An allow
+  pattern judges the literal reading. The routed reading must be unambiguous, and begins with the same prefix, so no
+  reading leaves a prefix. A deny pattern judges the routed reading, which it matches if it matches the literal one.
 - A pattern that ends in `*` is a string prefix: `/v1/*` matches `/v1/` and all paths below. Other patterns are exact.
 - Allow patterns are case-sensitive. Deny patterns ignore ASCII case. In both cases the stricter result applies.
 """
@@ -20,8 +24,62 @@ _UNRESERVED = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01
 _ASCII_LOWER = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz")
 
 
-def ambiguity(path: str) -> str | None:
-    """Return why a raw path is ambiguous, in a few words, or None if it is not."""
+@dataclass(frozen=True, slots=True)
+class Leniency:
+    """The forms of a path that are permitted although servers read them in two ways."""
+
+    encoded_slashes: bool = False
+    empty_segments: bool = False
+
+
+STRICT = Leniency()
+LENIENT = Leniency(encoded_slashes=True, empty_segments=True)
+
+
+def literal(path: str) -> str:
+    """Return the reading in which `%2F` is data: with its digits in upper case."""
+    return path.replace("%2f", "%2F")
+
+
+def routed(path: str) -> str:
+    """Return the reading of a server that decodes `%2F` and collapses slashes before it routes the request."""
+    return _collapsed(_decoded(path))
+
+
+def readings(path: str) -> tuple[str, str]:
+    """Return the literal and the routed reading of a path."""
+    return literal(path), routed(path)
+
+
+def ambiguity(path: str, leniency: Leniency = STRICT) -> str | None:
+    """Return why a raw path is ambiguous, in a few words, or None if it is not.
+
+    With a leniency, None means that the literal and the routed reading are the only ones. The path can then begin with
+    one slash only: some servers read what follows `//` as a host.
+    """
+    if leniency == STRICT:
+        return _strict_ambiguity(path)
+    if len(path) > MAX_PATH:
+        return "path too long"
+    reading = _decoded(path) if leniency.encoded_slashes else path
+    if leniency.empty_segments and not reading.startswith("//"):
+        reading = _collapsed(reading)
+    return _strict_ambiguity(reading)
+
+
+def strict_pattern(text: str) -> "PathPattern":
+    """Return a pattern for requests whose paths may not contain `%2F`.
+
+    Raises:
+        ValueError: see `PathPattern`.
+    """
+    pattern = PathPattern(text)
+    if pattern.encoded_slashes:
+        raise ValueError(f"path pattern {text!a} never matches: percent-encoded separator")
+    return pattern
+
+
+def _strict_ambiguity(path: str) -> str | None:
     if not path.startswith("/"):
         return "does not begin with a slash"
     if len(path) > MAX_PATH:
@@ -42,10 +100,10 @@ def ambiguity(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PathPattern:
-    """An exact path, or a prefix and `*`.
+    """An exact path, or a prefix and `*`. It may contain `%2F`, for requests that may contain it, too.
 
     Raises:
-        ValueError: the text can never match a canonical path, or has a `*` before its end.
+        ValueError: the text can never match a path that `ambiguity` permits, or has a `*` before its end.
     """
 
     text: str
@@ -59,9 +117,16 @@ class PathPattern:
         if "*" in stem:
             raise ValueError(f"path pattern {self.text!a}: `*` is allowed at the end only")
         # A prefix such as `/v1/a.` may end where a whole path may not, so a letter completes its last segment.
-        problem = ambiguity(f"{stem}x" if self.prefix else stem)
+        problem = ambiguity(f"{stem}x" if self.prefix else stem, Leniency(encoded_slashes=True))
+        if problem is None and self.text != literal(self.text):
+            problem = "an encoded slash is written %2F in a pattern"
         if problem is not None:
             raise ValueError(f"path pattern {self.text!a} never matches: {problem}")
+
+    @property
+    def encoded_slashes(self) -> bool:
+        """Whether the pattern contains `%2F`."""
+        return "%2F" in self.text
 
     @property
     def prefix(self) -> bool:
@@ -74,12 +139,16 @@ class PathPattern:
         return self.prefix and not self.text.endswith("/*")
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern matches an unambiguous path."""
+        """Whether the pattern matches the literal reading of an unambiguous path."""
+        path = literal(path)
         return path.startswith(self.text[:-1]) if self.prefix else path == self.text
 
     def matches_any_case(self, path: str) -> bool:
-        """Whether the pattern matches an unambiguous path without regard to ASCII case; for denials."""
-        pattern, path = self.text.translate(_ASCII_LOWER), path.translate(_ASCII_LOWER)
+        """Whether the pattern matches a reading of an unambiguous path without regard to ASCII case; for denials.
+
+        A denial has no `%2F`. If it matches the literal reading, it also matches the routed one.
+        """
+        pattern, path = self.text.translate(_ASCII_LOWER), routed(path).translate(_ASCII_LOWER)
         return path.startswith(pattern[:-1]) if self.prefix else path == pattern
 
     def overlaps(self, other: "PathPattern") -> bool:
@@ -90,6 +159,16 @@ class PathPattern:
         if self.prefix:
             return theirs.startswith(mine)
         return other.matches(mine)
+
+
+def _decoded(path: str) -> str:
+    return literal(path).replace("%2F", "/")
+
+
+def _collapsed(path: str) -> str:
+    while "//" in path:
+        path = path.replace("//", "/")
+    return path
 
 
 def _escape_problem(path: str) -> str | None:

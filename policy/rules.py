@@ -16,9 +16,9 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from policy.addresses import IPAddress
 from policy.facts import Scheme
-from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
+from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern, is_local_name
-from policy.paths import PathPattern
+from policy.paths import STRICT, Leniency, PathPattern, readings
 
 MAX_RULES = 4096
 _KNOWN_HOSTS = 256
@@ -108,7 +108,8 @@ STANDARD = (Endpoint(80, Scheme.HTTP), Endpoint(443, Scheme.HTTPS))
 class Rule:
     """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only).
 
-    `schemes` limit a deny rule without ports: it covers every port with one of these schemes.
+    `schemes` limit a deny rule without ports: it covers every port with one of these schemes. `permits` has the forms
+    of a path that requests of the rule may have although servers read them in two ways.
     """
 
     id: str
@@ -122,6 +123,7 @@ class Rule:
     injections: tuple[InjectionPlan, ...] = ()
     schemes: tuple[Scheme, ...] = ()
     substitutions: tuple[SubstitutionPlan, ...] = ()
+    permits: Leniency = STRICT
 
     def __post_init__(self) -> None:
         if self.schemes and (self.action is Action.ALLOW or self.endpoints):
@@ -134,10 +136,14 @@ class Rule:
         for method in self.methods:
             if not is_token(method):
                 raise ValueError(f"rule {self.id!a}: {method!a} is not a method")
-        if self.addresses and (self.inspect or self.narrow or self.plans):
+        if self.addresses and (self.inspects or self.permits != STRICT):
             raise ValueError(f"rule {self.id!a}: what goes to a bare address cannot be inspected")
         if self.plans and self.action is Action.DENY:
             raise ValueError(f"rule {self.id!a}: a deny rule injects nothing")
+        if self.permits != STRICT and self.action is Action.DENY:
+            raise ValueError(f"rule {self.id!a}: a deny rule permits no form of a path")
+        if any(pattern.encoded_slashes for pattern in self.paths) and not self.permits.encoded_slashes:
+            raise ValueError(f"rule {self.id!a}: a path contains %2F, but the rule does not permit encoded slashes")
         if self.plans and any(pattern.wildcard for pattern in self.hosts):
             raise ValueError(f"rule {self.id!a}: a secret is bound to exact hosts, not to a wildcard")
 
@@ -159,7 +165,7 @@ class Rule:
     @property
     def strict_paths(self) -> bool:
         """Whether requests that this rule can match need unambiguous paths."""
-        return bool(self.paths or self.plans)
+        return bool(self.paths) or any(Surface.PATH in plan.surfaces for plan in self.substitutions)
 
     def covers(self, endpoint: Endpoint) -> bool:
         """Whether the rule covers this endpoint."""
@@ -268,6 +274,8 @@ class Binding:
     def __post_init__(self) -> None:
         if not (self.hosts and self.schemes and self.methods and self.paths):
             raise ValueError(f"binding {self.name!a} needs hosts, schemes, methods and paths")
+        if any(pattern.encoded_slashes for pattern in self.paths):
+            raise ValueError(f"binding {self.name!a}: a path contains %2F")
 
     @property
     def plans(self) -> tuple[SecretPlan, ...]:
@@ -285,6 +293,10 @@ class Binding:
     def accepts(self, method: str, path: str) -> bool:
         """Whether the binding matches a request to a covered host."""
         return method in self.methods and any(pattern.matches(path) for pattern in self.paths)
+
+    def divides(self, method: str, path: str) -> bool:
+        """Whether the binding matches only one of the two readings of the path."""
+        return len({self.accepts(method, reading) for reading in readings(path)}) > 1
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:

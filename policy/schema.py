@@ -15,6 +15,7 @@ depends, and an error needs the node of its key.
 
 from collections.abc import Callable
 from dataclasses import fields
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Never
 
@@ -31,7 +32,7 @@ from policy.injection import (
     header_name,
 )
 from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
-from policy.paths import PathPattern, ambiguity
+from policy.paths import Leniency, PathPattern, ambiguity, literal
 from policy.problems import PolicyError, Problems, meant
 from policy.rules import (
     ANY_PUBLIC,
@@ -73,7 +74,10 @@ _RULE_KEYS = (
     "inspect",
     "inject",
     "substitutions",
+    "encoded_slashes",
+    "empty_segments",
 )
+_LENIENCY = ("encoded_slashes", "empty_segments")
 
 _NAMED_BY = {InjectionKind.API_KEY: "header", InjectionKind.QUERY: "name", InjectionKind.COOKIE: "name"}
 """The key that names the place of a kind. The others are sent in Authorization."""
@@ -94,6 +98,13 @@ def read_document(root: Node, origin: str, problems: Problems | None = None) -> 
     document = noted.attempt(lambda: _Reader(origin, noted).document(root), PolicyDocument(origin))
     noted.check()
     return document
+
+
+class _Form(StrEnum):
+    """Whether a rule permits a form of a path."""
+
+    REFUSE = "refuse"
+    ALLOW = "allow"
 
 
 class _Reader:
@@ -261,6 +272,8 @@ class _Reader:
             "inspect": lambda: self._flag(keys, "inspect"),
             "inject": lambda: self._injections("", keys["inject"][1]),
             "substitutions": lambda: self._substitutions("", keys["substitutions"][1]),
+            "encoded_slashes": lambda: self._permits(keys, "encoded_slashes"),
+            "empty_segments": lambda: self._permits(keys, "empty_segments"),
             "host": lambda: pattern(keys["host"][1]),
             "hosts": lambda: self._list(keys, "hosts", pattern),
             "address": lambda: self._network(keys["address"][1]),
@@ -286,13 +299,16 @@ class _Reader:
         hosts = self._one_or_many(keys, "host", "hosts", pattern)
         addresses = self._one_or_many(keys, "address", "addresses", self._network)
         if addresses:
-            for key in ("schemes", "methods", "paths", "inspect", "inject", "substitutions"):
+            for key in ("schemes", "methods", "paths", "inspect", "inject", "substitutions", *_LENIENCY):
                 if key in keys:
                     self._fail(keys[key][0], f"{key} does not apply to addresses: their flows are not opened")
         if action is Action.DENY:
             for key in ("inject", "substitutions"):
                 if key in keys:
                     self._fail(keys[key][0], "a deny rule injects nothing")
+            for key in _LENIENCY:
+                if key in keys:
+                    self._fail(keys[key][0], f"{key} belongs to allow rules: a denial holds for each form of a path")
         identity = f"{policy}/{name}"
         injections = self._injections(identity, keys["inject"][1]) if "inject" in keys else ()
         substitutions = self._substitutions(identity, keys["substitutions"][1]) if "substitutions" in keys else ()
@@ -320,6 +336,7 @@ class _Reader:
                 injections,
                 self._schemes(keys) if everywhere else (),
                 substitutions,
+                Leniency(*(self._permits(keys, key) for key in _LENIENCY)),
             ),
         )
         self._rule_places[rule.id] = node
@@ -434,6 +451,10 @@ class _Reader:
             self._fail(node, "a secret's name is up to 128 of letters, digits, `.`, `_` and `-`")
         return secret
 
+    def _permits(self, keys: Mapping, form: str) -> bool:
+        """Whether a rule permits a form of a path."""
+        return form in keys and self._choice(keys[form][1], _Form) is _Form.ALLOW
+
     # ---- checks across rules
 
     def _check_cycles(self, entries: Mapping, policies: dict[str, PolicySource]) -> None:
@@ -521,7 +542,7 @@ class _Reader:
         return text
 
     def _path(self, node: Node) -> PathPattern:
-        text = self._text(node)
+        text = literal(self._text(node))
         pattern = self._made(node, lambda: PathPattern(text))
         if pattern.splits_segment:
             self._remark(node, f"{text[:100]!a} also matches inside a segment; end it in `/*` for what is below it")
@@ -600,7 +621,7 @@ class _Reader:
             self._fail(node, f"{name} must be true or false")
         return node.value
 
-    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface)](self, node: Node, kind: type[T]) -> T:
+    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface, _Form)](self, node: Node, kind: type[T]) -> T:
         text = self._text(node)
         known = {member.value: member for member in kind}
         if text not in known:

@@ -6,7 +6,7 @@ A `SecretBinding` is what the owner of a secret allows; a `Grant` is what one sa
   brought along for his own sandbox, where the operator allowed that.
 - A binding without hosts, ports or schemes cannot be made: an empty list never means "any".
 - Hosts are compared in the one canonical form of `policy.names`.
-- A path that two servers could read differently never matches a binding that names paths.
+- A path that two servers could read differently matches a binding that names paths only if each reading of it does.
 - A denial is a `Refusal` value; nothing here raises but for values that cannot be made at all (`GrantError`).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from policy.facts import Scheme
 from policy.names import InvalidName, canonical_host, parse_pattern
-from policy.paths import PathPattern, ambiguity
+from policy.paths import LENIENT, PathPattern, ambiguity, readings, strict_pattern
 from vault import conditions
 from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Selectors, UseLimits
 from wire.api.vaultd import MOST_GRANTS, BindingForm, ConditionForm, GrantForm, Scope
@@ -77,9 +77,10 @@ class RequestScope:
         if self.methods is not None and (method is None or method not in self.methods):
             return Refusal(Code.NOT_BOUND, "the secret is not bound to this method")
         if self.paths is not None:
-            if path is None or ambiguity(path) is not None:
+            if path is None or ambiguity(path, LENIENT) is not None:
                 return Refusal(Code.NOT_BOUND, "the path is missing or could be read in two ways")
-            if not any(PathPattern(pattern).matches(path) for pattern in self.paths):
+            patterns = [PathPattern(pattern) for pattern in self.paths]
+            if not all(any(pattern.matches(reading) for pattern in patterns) for reading in readings(path)):
                 return Refusal(Code.NOT_BOUND, "the secret is not bound to this path")
         return None
 
@@ -376,7 +377,7 @@ def _method(item: object) -> str:
 
 def _path_pattern(item: object) -> str:
     try:
-        return PathPattern(item if isinstance(item, str) else "").text
+        return strict_pattern(item if isinstance(item, str) else "").text
     except ValueError:
         raise GrantError("a path pattern begins with /, is unambiguous, and has * at its end only") from None
 

@@ -760,6 +760,62 @@ def test_each_denial_names_its_rule_and_its_reason(case: str) -> None:
     assert expected == decide()
 
 
+LENIENT = compile_named(
+    load_text("""
+version: 1
+policies:
+  agents:
+    rules:
+      - {id: npm, host: npm.test, methods: [GET], paths: ["/@corp%2fui", "/@corp/*"], encoded_slashes: allow}
+      - {id: rest, host: npm.test, paths: ["/-/*"]}
+      - {id: shut, action: deny, host: npm.test, paths: ["/@corp/Hidden*"]}
+      - id: git
+        host: git.test
+        paths: ["/api/v4/projects/*"]
+        encoded_slashes: allow
+        inject: {secret: t, as: bearer}
+      - {id: keys, host: s3.test, paths: ["/bucket/*"], empty_segments: allow}
+      - {id: open, host: open.test, inject: {secret: t, as: bearer}}
+"""),
+    "agents",
+)
+FORMS = {
+    "a scoped package": ("npm.test", "GET", "/@corp%2fui", "agents/npm"),
+    "the same package, unencoded": ("npm.test", "GET", "/@corp/ui", "agents/npm"),
+    "another scope": ("npm.test", "GET", "/@evil%2fui", "!ambiguous-path"),
+    "another method": ("npm.test", "PUT", "/@corp%2fui", "!ambiguous-path"),
+    "below another rule of the host": ("npm.test", "GET", "/-/a%2fb", "!ambiguous-path"),
+    "a denial holds for the encoded form": ("npm.test", "GET", "/@corp/x%2f..%2fhidden", "!ambiguous-path"),
+    "a denial holds for the other reading": ("npm.test", "GET", "/@corp/hidden%2fx", "!agents/shut"),
+    "no dot segments": ("npm.test", "GET", "/@corp/..%2fx", "!ambiguous-path"),
+    "no empty segments": ("npm.test", "GET", "/@corp//ui", "!ambiguous-path"),
+    "a project of GitLab": ("git.test", "GET", "/api/v4/projects/group%2Fproject", "agents/git Authorization=t"),
+    "an encoded slash in place of a prefix's slash": ("git.test", "GET", "/api/v4/projects%2Fx", "!ambiguous-path"),
+    "a key of an object": ("s3.test", "GET", "/bucket//a///b", "agents/keys"),
+    "an encoded slash in a key": ("s3.test", "GET", "/bucket/a%2Fb", "!ambiguous-path"),
+    "a key that leaves its bucket": ("s3.test", "GET", "/bucket//../other", "!ambiguous-path"),
+    "a host without path rules": ("open.test", "GET", "/a%2fb//c", "agents/open Authorization=t"),
+    "dot segments at a host without path rules": ("open.test", "GET", "/a/../c", "agents/open Authorization=t"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_a_rule_permits_forms_of_a_path_for_its_own_requests(case: str) -> None:
+    """A host without path rules needs no permission."""
+    host, method, path, expected = FORMS[case]
+
+    assert expected == outcome(decide_request(LENIENT, request(host, method, path)))
+
+
+def test_a_binding_takes_an_encoded_slash_that_does_not_change_its_match() -> None:
+    policy = api("+good.test +open.test", bindings=[binding("b", "good.test", paths=["/v1/*", "/v2/a"])])
+
+    assert "api:1 Authorization=inline:b" == outcome(decide_request(policy, request("good.test", path="/v1/@a%2fb")))
+    assert "api:1" == outcome(decide_request(policy, request("good.test", path="/v3/@a%2fb")))
+    for path in ("/v1%2fx", "/v2%2fa", "/v1/a%2f..%2f..%2fv3", "/v1/a%252fb", "/v1/a//b", "/v1/a%5cb"):
+        assert "!ambiguous-path" == outcome(decide_request(policy, request("good.test", path=path)))
+
+
 def test_two_bindings_that_meet_on_a_request_are_denied() -> None:
     """Such a policy is never compiled. The decision still denies, if a policy was made in another way."""
     first, second = (

@@ -1,13 +1,14 @@
 """Request paths and path patterns."""
 
 import posixpath
+import re
 from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.paths import PathPattern, ambiguity
+from policy.paths import LENIENT, STRICT, Leniency, PathPattern, ambiguity, literal, routed
 
 AMBIGUOUS = {
     "a dot segment": ("/v1/safe/../admin", "dot segment"),
@@ -93,21 +94,83 @@ def test_ordinary_paths_are_clear(path: str) -> None:
     assert ambiguity(path) is None
 
 
+ENCODED, EMPTY = Leniency(encoded_slashes=True), Leniency(empty_segments=True)
+
+PERMITTED = {
+    "a scoped package": ("/@scope%2fname", ENCODED, None),
+    "with digits in upper case": ("/@scope%2Fname/-/x.tgz", ENCODED, None),
+    "two of them": ("/a%2Fb%2Fc", ENCODED, None),
+    "one at the end": ("/a%2F", ENCODED, None),
+    "a dot segment behind one": ("/a%2F..%2Fb", ENCODED, "dot segment"),
+    "a dot segment at the end": ("/a/x%2F..", ENCODED, "dot segment"),
+    "a dot before one": ("/a.%2Fb", ENCODED, "segment ending in a dot or blank"),
+    "two in succession": ("/a%2F%2Fb", ENCODED, "empty segment"),
+    "one beside a slash": ("/a/%2Fb", ENCODED, "empty segment"),
+    "one that is encoded twice": ("/a%252Fb", ENCODED, "nested percent-encoding"),
+    "one with an encoded digit": ("/a%2%46b", ENCODED, "broken percent-encoding"),
+    "one inside another escape": ("/a%%2F2Fb", ENCODED, "broken percent-encoding"),
+    "an encoded backslash": ("/a%5cb", ENCODED, "percent-encoded separator"),
+    "an encoded parameter": ("/a%3bb", ENCODED, "percent-encoded separator"),
+    "an empty segment, if only encoded slashes are permitted": ("/a//b", ENCODED, "empty segment"),
+    "an object's key with an empty segment": ("/bucket//key", EMPTY, None),
+    "several empty segments": ("/bucket///a//b//", EMPTY, None),
+    "a dot segment between slashes": ("/bucket//../b", EMPTY, "dot segment"),
+    "what some servers read as a host": ("//evil.test/x", EMPTY, "empty segment"),
+    "an encoded slash, if only empty segments are permitted": ("/a%2Fb", EMPTY, "percent-encoded separator"),
+    "both forms": ("/a//b%2F%2Fc", LENIENT, None),
+    "both forms, at the front": ("/%2Fevil.test/x", LENIENT, "empty segment"),
+    "both forms, with a dot segment": ("/a/%2F/..%2f/b", LENIENT, "dot segment"),
+    "too long": ("/" + "a%2F" * 3000, LENIENT, "path too long"),
+}
+
+
+@pytest.mark.parametrize("case", PERMITTED)
+def test_a_permitted_form_has_two_readings_and_no_more(case: str) -> None:
+    """What makes a path ambiguous otherwise makes either reading ambiguous."""
+    path, leniency, reason = PERMITTED[case]
+
+    assert reason == ambiguity(path, leniency)
+    assert ambiguity(path, STRICT) is not None
+
+
+def test_the_two_readings_of_a_path() -> None:
+    assert ("/a%2Fb//c", "/a/b/c") == (literal("/a%2fb//c"), routed("/a%2fb//c"))
+
+
+def test_an_encoded_slash_is_no_separator_for_an_allow_pattern() -> None:
+    """It is one for a deny pattern, in either case of its digits."""
+    assert PathPattern("/@corp%2Fui").matches("/@corp%2fui")
+    assert not PathPattern("/@corp%2Fui").matches("/@corp/ui")
+    assert not PathPattern("/@corp/ui").matches("/@corp%2fui")
+    assert not PathPattern("/v1/*").matches("/v1%2fx")
+    assert PathPattern("/v1/*").matches("/v1/a%2fx")
+    assert PathPattern("/v1/Admin/*").matches_any_case("/v1/admin%2fx")
+    assert PathPattern("/v1/Admin/*").matches_any_case("/v1//admin//x")
+    assert PathPattern("/a%2Fb*").encoded_slashes
+    assert not PathPattern("/a/b*").encoded_slashes
+
+
 _PIECES = st.sampled_from(
     ["/", "..", ".", "%2e", "%2f", "%5c", "\\", ";", "v1", "safe", "admin", "%25", "2e", "%", "%20", " ", "x", "A", "?"]
 )
 
 
-@given(st.lists(_PIECES, max_size=12).map(lambda pieces: "/v1/safe/" + "".join(pieces)))
-def test_no_accepted_path_leaves_the_prefix_under_common_normalisers(path: str) -> None:
-    """Decode once or twice, resolve dots, convert backslashes, remove parameters: the prefix stays."""
-    if ambiguity(path) is not None or not PathPattern("/v1/safe/*").matches(path):
+@given(
+    st.lists(_PIECES, max_size=12).map(lambda pieces: "/v1/safe/" + "".join(pieces)),
+    st.sampled_from([STRICT, ENCODED, EMPTY, LENIENT]),
+)
+def test_no_accepted_path_leaves_the_prefix_under_common_normalisers(path: str, leniency: Leniency) -> None:
+    """Decode once or twice, resolve dots, convert backslashes, remove parameters: the prefix stays, with each form that
+    a rule can permit.
+    """
+    if ambiguity(path, leniency) is not None or not PathPattern("/v1/safe/*").matches(path):
         return
     for text in (path, unquote(path), unquote(unquote(path))):
         turned = text.replace("\\", "/")
         cut = "/".join(segment.partition(";")[0] for segment in turned.split("/"))
         stripped = "/".join(segment.rstrip(". ") for segment in turned.split("/"))
-        for form in (text, turned, cut, stripped, posixpath.normpath(text), posixpath.normpath(cut)):
+        merged = re.sub("/+", "/", text)
+        for form in (text, turned, cut, stripped, merged, posixpath.normpath(text), posixpath.normpath(cut)):
             assert (form + "/").startswith("/v1/safe/")
 
 
@@ -192,7 +255,8 @@ def test_denials_ignore_ascii_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "*", "v1/*", "/v1/*/x", "/v1/**", "/v1/../x", "/v1//*", "/a%2fb", "/a;b", "/v1?x", "/ä"]
+    "text",
+    ["", "*", "v1/*", "/v1/*/x", "/v1/**", "/v1/../x", "/v1//*", "/a%2fb", "/a%2F..", "/a%2F/b", "/a;b", "/v1?x", "/ä"],
 )
 def test_a_pattern_that_could_never_match_is_refused(text: str) -> None:
     """Because such a pattern is a mistake of its author."""

@@ -16,7 +16,7 @@ def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == check(EXAMPLE)
 
     printed = capsys.readouterr().out
-    assert "policy agents: 16 rules, enforce" in printed
+    assert "policy agents: 18 rules, enforce" in printed
     assert "secret api-token -> https://api.corp-example.com:443 as bearer (agents/api)" in printed
     assert "secret chat-token -> https://chat.corp-example.com:443 as substitution (agents/chat)" in printed
 

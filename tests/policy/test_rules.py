@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from policy.facts import Scheme
-from policy.injection import InjectionKind, InjectionPlan
+from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern
-from policy.paths import PathPattern
+from policy.paths import Leniency, PathPattern
 from policy.rules import (
     ANY_PUBLIC,
     STANDARD,
@@ -245,11 +245,30 @@ def test_a_rule_inspects_for_methods_paths_and_secrets() -> None:
     def kinds(made: Rule) -> tuple[bool, bool, bool]:
         return made.narrow, made.inspects, made.strict_paths
 
+    def substitution(surface: Surface) -> tuple[SubstitutionPlan]:
+        return (SubstitutionPlan("p/r", "s", "{S}", (surface,)),)
+
     assert (False, False, False) == kinds(rule())
     assert (False, True, False) == kinds(rule(inspect=True))
     assert (True, True, False) == kinds(rule(methods=("GET",)))
     assert (True, True, True) == kinds(rule(paths=(PathPattern("/*"),)))
-    assert (False, True, True) == kinds(rule(injections=PLAN))
+    assert (False, True, False) == kinds(rule(injections=PLAN))
+    assert (False, True, True) == kinds(rule(substitutions=substitution(Surface.PATH)))
+    assert (False, True, False) == kinds(rule(substitutions=substitution(Surface.QUERY)))
+
+
+def test_only_an_allow_rule_for_names_permits_forms_of_a_path() -> None:
+    """A path with `%2F` needs the permission."""
+    scoped, permits = (PathPattern("/@corp%2Fui"),), Leniency(encoded_slashes=True)
+    assert permits == rule(paths=scoped, permits=permits).permits
+    with pytest.raises(ValueError, match="does not permit encoded slashes"):
+        rule(paths=scoped)
+    with pytest.raises(ValueError, match="does not permit encoded slashes"):
+        rule(paths=scoped, permits=Leniency(empty_segments=True))
+    with pytest.raises(ValueError, match="a deny rule permits no form"):
+        rule(action=Action.DENY, endpoints=(), permits=permits)
+    with pytest.raises(ValueError, match="bare address"):
+        rule(hosts=(), addresses=("93.184.216.34/32",), permits=permits)
 
 
 def test_a_rule_covers_its_endpoints_or_its_schemes_or_all() -> None:
