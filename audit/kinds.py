@@ -100,6 +100,8 @@ FIELDS: Final[Mapping[str, str]] = {
     "rule": "the rule that decided; `docs/policy-reference.md` lists the ids",
     "runtime": "the runtime of the sandbox",
     "scheme": "`http` or `https`",
+    "forwarded": "the credential slots of the client that policy lets pass",
+    "stripped": "the credential slots of the client that the gateway left out",
     "secret": "the name of the secret, never its value",
     "secrets": "the names of the secrets that the sandbox is granted",
     "source": "where the image is from: a name in a registry, a file, or Docker",
@@ -156,7 +158,8 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         (
             *_VERDICT,
             *_REQUEST,
-            *("request_id", "websocket", "injections", "secret", "asked_host", "address", "peer_name"),
+            *("request_id", "websocket", "injections", "stripped", "forwarded", "secret"),
+            *("asked_host", "address", "peer_name"),
             *("status", "error", "bytes_up", "bytes_down", "duration_ms"),
         ),
         "deny",

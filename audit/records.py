@@ -128,6 +128,8 @@ LISTS: Mapping[str, int] = {
     "secrets": 128,
     "hosts": 255,
     "injections": 128,
+    "stripped": 72,
+    "forwarded": 72,
     "protocols": 32,
     "volumes": 512,
 }

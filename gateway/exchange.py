@@ -8,8 +8,9 @@
     bytes of an accepted WebSocket      ->  bytes to relay, those of the server scrubbed
 
 Order of a request:
-translate -> decide -> admit -> count -> (collect the body -> decide) -> allow record accepted -> lease -> compose ->
-use record accepted -> learn what to look for -> decide again -> `Forward`.
+translate -> decide -> guard -> admit -> count -> (collect the body -> decide) -> allow record accepted -> lease ->
+compose -> use record accepted -> learn what to look for -> decide again -> `Forward`. The guard handles credentials
+that the client itself sent.
 
 - The exchange awaits its effects itself, in this order. The engine receives `Forward` after the last step, otherwise
   an `Answer` or an exception. It has no step to skip.
@@ -42,6 +43,7 @@ from enum import Enum, auto
 from functools import lru_cache
 
 from gateway import pages
+from gateway.client_credentials import GuardedRequest, guard
 from gateway.compose import Composed, compose, found_in_body, found_in_head, needs_body, split
 from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
@@ -77,6 +79,7 @@ class _Repeated:
     """What equal requests of a flow have in common while policy decides equally.
 
     Attributes:
+        translated: the request as received. `guarded` has it, and the decision, after the guard.
         plans: the uses of secrets that the request makes. A substitution is one if its placeholder is there.
         missed: the substitutions whose placeholder is absent.
         uses: a record for each of `plans`.
@@ -87,6 +90,7 @@ class _Repeated:
     parts: RequestParts
     translated: Translated
     decision: AllowRequest
+    guarded: GuardedRequest
     route: Route | None
     plans: tuple[SecretPlan, ...]
     missed: tuple[SubstitutionPlan, ...]
@@ -113,6 +117,7 @@ class _Pending:
     parts: RequestParts
     translated: Translated
     decision: AllowRequest
+    guarded: GuardedRequest
     reserve: Reserve
 
 
@@ -164,7 +169,7 @@ class Session:
     def still_allowed(self) -> bool:
         """Whether the policy in force allows every request in progress."""
         for exchange in self.active.values():
-            if exchange.facts is None or isinstance(self.effects.decider.decide_request(exchange.facts), Deny):
+            if not exchange.still_allowed():
                 return False
             if exchange.begun and not self.searched.complete():
                 return False  # policy now permits a secret that this response is not searched for
@@ -246,6 +251,17 @@ class Exchange:
         """Whether the request waits for its whole body. Nothing of it may be sent."""
         return self._stage is _Stage.COLLECTING
 
+    def still_allowed(self) -> bool:
+        """Whether the policy in force allows the request, with the credentials of the client that were sent."""
+        decision = None if self.facts is None else self.session.effects.decider.decide_request(self.facts)
+        if not isinstance(decision, AllowRequest):
+            return False
+        if self._repeated is None or decision.client_credentials is None:
+            return True
+        translated, sent = self._repeated.translated, self._repeated.guarded.translated
+        guarded = guard(translated, decision)
+        return isinstance(guarded, GuardedRequest) and guarded.translated == sent
+
     # The request.
 
     def malformed(self, reason: str) -> None:
@@ -281,14 +297,20 @@ class Exchange:
         decision = self._decide(translated)
         if isinstance(decision, Deny):
             return await self._deny(parts, translated, decision)
+        if repeated is not None and same and repeated.decision is decision:
+            guarded: GuardedRequest | Deny = repeated.guarded
+        else:
+            guarded = guard(translated, decision)
+        if isinstance(guarded, Deny):
+            return await self._deny(parts, translated, guarded)
         wait = effects.admission.retry_after()
         if wait is not None:
             return self._turn_away(parts, translated.facts, wait)
         over = effects.allowance.request()
         if over is not None:
             return await self._deny_over(parts, translated, over)
-        pending = _Pending(parts, translated, decision, reserve)
-        if needs_body(translated, decision.substitutions, http2=self._http2):
+        pending = _Pending(parts, translated, decision, guarded, reserve)
+        if needs_body(guarded.translated, guarded.allowed.substitutions, http2=self._http2):
             return self._collect(pending)
         return await self._prepare(pending, None)
 
@@ -345,7 +367,7 @@ class Exchange:
         try:
             if body is not None or repeated is None or repeated.parts is not parts or repeated.decision is not decision:
                 try:
-                    repeated = self._begin(parts, translated, decision, body)
+                    repeated = self._begin(pending, body)
                 except TooMany as error:
                     return await self._deny(parts, translated, Deny(decision.rule, str(error)))
             self._route = pending.reserve(frozenset(repeated.plans))
@@ -382,15 +404,14 @@ class Exchange:
             raise TypeError("a decision is AllowRequest or Deny")
         return decision
 
-    def _begin(
-        self, parts: RequestParts, translated: Translated, allowed: AllowRequest, body: bytes | None
-    ) -> _Repeated:
+    def _begin(self, pending: _Pending, body: bytes | None) -> _Repeated:
         """Prepare what this request has in common with equal ones. One with a collected body has no equal.
 
         Raises:
             TooMany: the request has too many placeholders.
         """
-        session, facts, form = self.session, translated.facts, self.session.effects.recorder.form
+        session, form = self.session, self.session.effects.recorder.form
+        translated, allowed = pending.guarded.translated, pending.guarded.allowed
         found = found_in_head(translated, allowed.substitutions) if allowed.substitutions else frozenset()
         if body is not None:
             found |= found_in_body(translated, body, allowed.substitutions)
@@ -403,19 +424,20 @@ class Exchange:
                 "secret.use",
                 "allow",
                 (),
-                **self._fields(facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
+                **self._fields(translated.facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
             )
             for plan in plans
         )
         repeated = _Repeated(
-            parts,
-            translated,
-            allowed,
+            pending.parts,
+            pending.translated,
+            pending.decision,
+            pending.guarded,
             None,
             plans,
             tuple(plan for plan in allowed.substitutions if plan not in found),
             frozenset(plan.secret for plan in plans),
-            self._allow(translated, allowed, plans, None),
+            self._allow(pending.guarded, plans, None),
             uses,
         )
         if body is None:
@@ -425,11 +447,10 @@ class Exchange:
     def _on(self, repeated: _Repeated, route: Route | None) -> None:
         """Have the record of equal requests name the connection that carries them."""
         repeated.route = route
-        repeated.allow = self._allow(repeated.translated, repeated.decision, repeated.plans, route)
+        repeated.allow = self._allow(repeated.guarded, repeated.plans, route)
 
-    def _allow(
-        self, translated: Translated, allowed: AllowRequest, plans: tuple[SecretPlan, ...], route: Route | None
-    ) -> RecordForm:
+    def _allow(self, guarded: GuardedRequest, plans: tuple[SecretPlan, ...], route: Route | None) -> RecordForm:
+        translated, allowed = guarded.translated, guarded.allowed
         observed = allowed.observed
         return self.session.effects.recorder.form(
             "request",
@@ -442,6 +463,8 @@ class Exchange:
                 reason=None if observed is None else observed.reason,
                 websocket=translated.websocket or None,
                 injections=[plan.binding for plan in plans] or None,
+                stripped=list(guarded.stripped) or None,
+                forwarded=list(guarded.forwarded) or None,
                 **_routed(route),
             ),
         )
@@ -449,7 +472,7 @@ class Exchange:
     async def _permit(self, repeated: _Repeated, body: bytes | None) -> tuple[Composed, Injected] | Answer:
         """Return the request to forward and its secrets, or the answer to a request that is not forwarded."""
         session, effects = self.session, self.session.effects
-        parts, translated, allowed = repeated.parts, repeated.translated, repeated.decision
+        parts, translated, allowed = repeated.parts, repeated.guarded.translated, repeated.guarded.allowed
         facts = translated.facts
         asked: str | None = None
         try:
@@ -541,16 +564,15 @@ class Exchange:
 
     def _missed(self, repeated: _Repeated, body: bytes | None) -> None:
         """Record the substitutions whose placeholder is absent."""
+        translated, allowed = repeated.guarded.translated, repeated.guarded.allowed
         for plan in repeated.missed:
-            unread = body is None and Surface.BODY in plan.surfaces and body_form(repeated.translated.headers) is None
+            unread = body is None and Surface.BODY in plan.surfaces and body_form(translated.headers) is None
             reason = "the body is of a kind in which placeholders are not replaced" if unread else "no placeholder"
-            fields = self._fields(
-                repeated.translated.facts, rule=repeated.decision.rule, secret=plan.secret, binding=plan.binding
-            )
+            fields = self._fields(translated.facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
             self.session.effects.recorder.note("secret.use", "info", reason=reason, **fields)
 
     def _kept_head(self, repeated: _Repeated, composed: Composed) -> ForwardHead:
-        parts, translated = repeated.parts, repeated.translated
+        parts, translated = repeated.parts, repeated.guarded.translated
         if translated.websocket:
             return self._head(parts, translated, composed)
         if repeated.head is None or repeated.head[0] is not composed or repeated.head[1] is not self.scrub:

@@ -59,6 +59,9 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
             print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
             if stored is not None and not stored.unknown and (lack := stored.remark(use)):
                 print(f"      note: {lack}")
+        for rule in policy.rules:
+            if rule.plans or rule.client_credentials is not None:
+                print(f"    client credentials in {rule.id}: {rule.client_credentials or document.client_credentials}")
     if stored is not None and stored.unknown:
         print(f"  secrets: not checked: {stored.unknown}")
     for remark in document.remarks:
@@ -175,6 +178,8 @@ def _explain(
         use = SecretUse(plan.secret, request.host, request.port, request.scheme, plan.kind, plan.slot, plan.binding)
         if stored is not None and (lack := stored.remark(use)):
             print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
+    if decision is not None and decision.client_credentials is not None:
+        print(f"  client   credentials of its own: {decision.client_credentials}")
     return OK if explained.sent else DENIED
 
 

@@ -155,6 +155,8 @@ def _with_operator(document: PolicyDocument, name: str, rules: RuleList) -> Comp
         always_deny=document.always_deny,
         always_allow=document.always_allow,
         plaintext_secrets=document.plaintext_secrets,
+        client_credentials=document.client_credentials,
+        guard_bindings=document.guard_bindings,
     )
 
 

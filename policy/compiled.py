@@ -12,6 +12,7 @@ from ipaddress import ip_network
 from typing import Any
 
 from policy.addresses import IPAddress, IPNetwork
+from policy.client_credentials import DEFAULT, ClientCredentials
 from policy.facts import Scheme
 from policy.injection import SecretPlan
 from policy.names import HostPattern, is_canonical
@@ -63,7 +64,11 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPolicy:
-    """The policy of one sandbox. All `lists` must allow. `bindings` only add secrets to allowed requests."""
+    """The policy of one sandbox. All `lists` must allow. `bindings` only add secrets to allowed requests.
+
+    `client_credentials` is for requests to bound hosts whose rules have none. With `guard_bindings` the hosts of
+    bindings are bound, too.
+    """
 
     name: str
     lists: tuple[RuleList, ...]
@@ -73,6 +78,8 @@ class CompiledPolicy:
     bindings: tuple[Binding, ...] = ()
     dns: DnsSettings = field(default_factory=DnsSettings)
     limits: Limits = field(default_factory=Limits)
+    client_credentials: ClientCredentials = DEFAULT
+    guard_bindings: bool = False
     digest: str = field(init=False, compare=False)
     denied: Targets = field(init=False, compare=False, repr=False)
     allowed: Targets = field(init=False, compare=False, repr=False)
@@ -101,6 +108,16 @@ class CompiledPolicy:
     def default_action(self) -> Action:
         """The action for a public name without a rule."""
         return Action.DENY if any(rules.default_action is Action.DENY for rules in self.lists) else Action.ALLOW
+
+    def binds(self, host: str) -> bool:
+        """Whether this host is bound."""
+        return any(rule.plans for rules in self.lists for rule in rules.of_host(host)) or (
+            self.guard_bindings
+            and any(
+                binding.injections and any(pattern.matches(host) for pattern in binding.hosts)
+                for binding in self.bindings
+            )
+        )
 
     def operator_entry(self, rule: str) -> str | None:
         """Return the entry of an operator's list that a decision's `rule` names, such as `always-deny:2`."""

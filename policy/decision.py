@@ -16,6 +16,8 @@ Order of authority; the first match decides:
 - A name rule never allows a bare address, and an address rule never allows a name.
 - Two different injections into one slot of a request are a denial, and so are two secrets for one placeholder on one
   surface.
+- The answer says what happens to credentials that the client itself sends to a bound host, in requests of a rule with
+  `client_credentials`, or in requests that a binding injects a secret into. The caller finds them.
 - On a host with path rules an ambiguous path is a denial, unless a rule that allows the request permits its form.
 - Mode observe turns a list's denial into an allow with the denial as `observed`. Such a request gets no injection.
   Invalid facts, `always_deny`, the ceiling, conflicting injections and bare addresses are denied in this mode, too.
@@ -24,10 +26,11 @@ The only negative answer is a `Deny`. An exception means that no decision was po
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 
+from policy.client_credentials import OF_BINDINGS, RULE, ClientCredentials, refusal, strictest
 from policy.compiled import CompiledPolicy
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
@@ -86,12 +89,18 @@ class AllowFlow:
 
 @dataclass(frozen=True, slots=True)
 class AllowRequest:
-    """The request may be sent with these secrets; each injection owns its slot."""
+    """The request may be sent with these secrets; each injection owns its slot.
+
+    `client_credentials` handles credentials of the client; None leaves them alone. If `trial` is the name of a list in
+    mode observe, a refusal of them is only reported.
+    """
 
     rule: str
     injections: tuple[InjectionPlan, ...] = ()
     observed: Deny | None = None
     substitutions: tuple[SubstitutionPlan, ...] = ()
+    client_credentials: ClientCredentials | None = None
+    trial: str | None = None
 
     @property
     def plans(self) -> tuple[SecretPlan, ...]:
@@ -119,6 +128,8 @@ class _Pass:
     injections: tuple[InjectionPlan, ...] = ()
     observed: Deny | None = None
     substitutions: tuple[SubstitutionPlan, ...] = ()
+    client_credentials: ClientCredentials | None = None
+    trial: str | None = None
 
 
 def decide_name(policy: CompiledPolicy, host: str) -> AllowName | Deny:
@@ -171,7 +182,21 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
         return bound
     injections = (*lists.injections, *(plan for binding in bound for plan in binding.injections))
     substitutions = (*lists.substitutions, *(plan for binding in bound for plan in binding.substitutions))
-    return _settle(policy, facts, overridden or lists.rule, injections, substitutions)
+    settled = _settle(policy, facts, overridden or lists.rule, injections, substitutions)
+    if isinstance(settled, Deny):
+        return settled
+    credentials = lists.client_credentials
+    if credentials is None and policy.binds(facts.host):
+        credentials = policy.client_credentials
+    if credentials is None and any(binding.injections for binding in bound):
+        credentials = OF_BINDINGS
+    return settled if credentials is None else replace(settled, client_credentials=credentials, trial=lists.trial)
+
+
+def refuse_credentials(allowed: AllowRequest, refused: tuple[str, ...]) -> AllowRequest | Deny:
+    """Decide about an allowed request in which the client itself sent credentials in slots that are refused."""
+    denial = Deny(RULE, refusal(refused))
+    return denial if allowed.trial is None else AllowRequest(allowed.trial, observed=denial)
 
 
 def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
@@ -208,9 +233,10 @@ def _operator_override(policy: CompiledPolicy, facts: FlowFacts) -> str | None:
 
 
 def _observing(rules: RuleList, answer: _Pass | Deny) -> _Pass | Deny:
-    if isinstance(answer, Deny) and rules.mode is Mode.OBSERVE:
-        return _Pass(f"observe:{rules.name}", observed=answer)
-    return answer
+    if rules.mode is not Mode.OBSERVE:
+        return answer
+    trial = f"observe:{rules.name}"
+    return _Pass(trial, observed=answer) if isinstance(answer, Deny) else replace(answer, trial=trial)
 
 
 def _through_lists(answers: list[_Pass | Deny]) -> _Pass | Deny:
@@ -220,11 +246,15 @@ def _through_lists(answers: list[_Pass | Deny]) -> _Pass | Deny:
         if isinstance(answer, Deny):
             return answer
         passes.append(answer)
+    guards = [answer.client_credentials for answer in passes if answer.client_credentials is not None]
+    trials = [answer.trial for answer in passes]
     return _Pass(
         "+".join(answer.rule for answer in passes),
         tuple(plan for answer in passes for plan in answer.injections),
         next((answer.observed for answer in passes if answer.observed is not None), None),
         tuple(plan for answer in passes for plan in answer.substitutions),
+        strictest(guards) if guards else None,
+        next(iter(trials), None) if all(trials) else None,
     )
 
 
@@ -298,12 +328,14 @@ def _request_in(rules: RuleList, facts: RequestFacts, endpoint: Endpoint, overri
                 return Deny(rule.id, f"{facts.method} on this path of {facts.host} is denied by rule {rule.id}.")
     injections = tuple(plan for rule in accepting for plan in rule.injections)
     substitutions = tuple(plan for rule in accepting for plan in rule.substitutions)
+    stated = [rule.client_credentials for rule in accepting if rule.client_credentials is not None]
+    credentials = strictest(stated) if stated else None
     if overridden is not None:
-        return _Pass(overridden, injections, None, substitutions)
+        return _Pass(overridden, injections, None, substitutions, credentials)
     if not accepting:
         allows = ", ".join(rule.id for rule in matching if rule.action is Action.ALLOW)
         return Deny(DEFAULT, f"{facts.host} is allowed, but not {facts.method} on this path (rules: {allows}).")
-    return _Pass(accepting[0].id, injections, None, substitutions)
+    return _Pass(accepting[0].id, injections, None, substitutions, credentials)
 
 
 def _bindings(policy: CompiledPolicy, facts: RequestFacts, endpoint: Endpoint) -> tuple[Binding, ...] | Deny:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from policy.client_credentials import DEFAULT, ClientCredentials
 from policy.rules import Ceiling, DnsSettings, Limits, Mode, Rule
 
 DENY_ALL_NAME: Final = "deny-all"
@@ -45,6 +46,8 @@ class PolicyDocument:
     always_allow: tuple[str, ...] = ()
     plaintext_secrets: tuple[str, ...] = ()
     wildcard_bindings: bool = False
+    client_credentials: ClientCredentials = DEFAULT
+    guard_bindings: bool = False
     policies: MappingProxyType[str, PolicySource] = field(default_factory=lambda: MappingProxyType({}))
     remarks: tuple[Remark, ...] = ()
 

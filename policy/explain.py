@@ -11,6 +11,7 @@ The module prints and resolves nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from policy.client_credentials import Handling, Owned, examine
 from policy.compiled import CompiledPolicy
 from policy.decision import (
     AllowFlow,
@@ -21,6 +22,7 @@ from policy.decision import (
     decide_flow,
     decide_name,
     decide_request,
+    refuse_credentials,
 )
 from policy.facts import RequestFacts, Scheme
 
@@ -74,6 +76,8 @@ def explain(
     if refused is not None:
         return Explanation(name, flow, Deny(FORM_RULE, f"The gateway does not accept the request: {refused}."))
     decision = decide_request(policy, request)
+    if isinstance(decision, AllowRequest):
+        decision = _with_query(request, decision)
     if isinstance(decision, Deny):
         return Explanation(name, flow, decision)
     unchecked = () if form is not None else ("the gateway accepts its method, path and query (not checked here)",)
@@ -87,10 +91,25 @@ def _of_flow(policy: CompiledPolicy, request: RequestFacts) -> tuple[str, ...]:
     return address, "the sandbox is within the limits of its policy"
 
 
+def _with_query(request: RequestFacts, allowed: AllowRequest) -> AllowRequest | Deny:
+    """Judge credentials in the query. The headers are not known here."""
+    if allowed.client_credentials is None:
+        return allowed
+    refused = examine(allowed.client_credentials, Owned.by(allowed.plans), (), request.query).refused
+    return refuse_credentials(allowed, refused) if refused else allowed
+
+
 def _of_request(request: RequestFacts, allowed: AllowRequest) -> tuple[str, ...]:
     found = ["each of its headers has a form that the gateway accepts"]
     if request.scheme is Scheme.HTTPS:
         found.append("the server has a valid certificate for the host")
+    handling = allowed.client_credentials
+    if handling is not None:
+        slots = [one.slot for one in handling.slots if one.handling is Handling.REFUSE and "query:" not in one.slot]
+        slots += ["headers"] * (handling.headers is Handling.REFUSE) + ["cookies"] * (
+            handling.cookies is Handling.REFUSE
+        )
+        found += [f"the client sends no credential of its own in {', '.join(slots)}"] if slots else []
     if allowed.plans:
         secrets = dict.fromkeys(plan.secret for plan in allowed.plans)
         found += [f"the vault releases {secret} for it" for secret in secrets]

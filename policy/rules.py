@@ -15,6 +15,7 @@ from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from policy.addresses import IPAddress
+from policy.client_credentials import ClientCredentials
 from policy.facts import Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern, is_local_name
@@ -109,7 +110,8 @@ class Rule:
     """One rule. Empty `methods` or `paths` mean all; empty `endpoints` mean all (deny rules and API rules only).
 
     `schemes` limit a deny rule without ports: it covers every port with one of these schemes. `permits` has the forms
-    of a path that requests of the rule may have although servers read them in two ways.
+    of a path that requests of the rule may have although servers read them in two ways. `client_credentials` handles
+    credentials that the client itself sends.
     """
 
     id: str
@@ -124,6 +126,7 @@ class Rule:
     schemes: tuple[Scheme, ...] = ()
     substitutions: tuple[SubstitutionPlan, ...] = ()
     permits: Leniency = STRICT
+    client_credentials: ClientCredentials | None = None
 
     def __post_init__(self) -> None:
         if self.schemes and (self.action is Action.ALLOW or self.endpoints):
@@ -140,8 +143,8 @@ class Rule:
             raise ValueError(f"rule {self.id!a}: what goes to a bare address cannot be inspected")
         if self.plans and self.action is Action.DENY:
             raise ValueError(f"rule {self.id!a}: a deny rule injects nothing")
-        if self.permits != STRICT and self.action is Action.DENY:
-            raise ValueError(f"rule {self.id!a}: a deny rule permits no form of a path")
+        if self.action is Action.DENY and not (self.permits == STRICT and self.client_credentials is None):
+            raise ValueError(f"rule {self.id!a}: a deny rule permits no form of a path and no credential")
         if any(pattern.encoded_slashes for pattern in self.paths) and not self.permits.encoded_slashes:
             raise ValueError(f"rule {self.id!a}: a path contains %2F, but the rule does not permit encoded slashes")
         if self.plans and any(pattern.wildcard for pattern in self.hosts):
@@ -160,7 +163,7 @@ class Rule:
     @property
     def inspects(self) -> bool:
         """Whether a flow that this rule matches must be inspected."""
-        return self.inspect or self.narrow or bool(self.plans)
+        return self.inspect or self.narrow or bool(self.plans) or self.client_credentials is not None
 
     @property
     def strict_paths(self) -> bool:

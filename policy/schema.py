@@ -16,9 +16,11 @@ depends, and an error needs the node of its key.
 from collections.abc import Callable
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Never
 
+from policy.client_credentials import CLASSES, DEFAULT, ClientCredentials, Handling, made, slot_name
 from policy.compiled import is_network
 from policy.document import DENY_ALL_NAME, PolicyDocument, PolicySource, Remark
 from policy.facts import Scheme
@@ -76,8 +78,10 @@ _RULE_KEYS = (
     "substitutions",
     "encoded_slashes",
     "empty_segments",
+    "client_credentials",
 )
 _LENIENCY = ("encoded_slashes", "empty_segments")
+_OF_ALLOW_RULES = ("inject", "substitutions", "client_credentials", *_LENIENCY)
 
 _NAMED_BY = {InjectionKind.API_KEY: "header", InjectionKind.QUERY: "name", InjectionKind.COOKIE: "name"}
 """The key that names the place of a kind. The others are sent in Authorization."""
@@ -116,6 +120,7 @@ class _Reader:
         self._remarks: list[Remark] = []
         self._plaintext: tuple[str, ...] | None = ()  # None: the list is invalid, so nothing is compared with it
         self._rule_places: dict[str, Node] = {}
+        self._credentials = DEFAULT
 
     def document(self, root: Node) -> PolicyDocument:
         top = self._mapping(
@@ -127,6 +132,8 @@ class _Reader:
             "always_allow",
             "plaintext_secrets",
             "wildcard_bindings",
+            "client_credentials",
+            "guard_bindings",
             "policies",
         )
         attempt = self._problems.attempt
@@ -138,9 +145,13 @@ class _Reader:
         always_deny = attempt(lambda: self._list(top, "always_deny", self._deny_target, empty=True), nothing)
         always_allow = attempt(lambda: self._list(top, "always_allow", self._allow_target, empty=True), nothing)
         ceiling = attempt(lambda: self._ceiling(top["ceiling"][1]) if "ceiling" in top else Ceiling(), Ceiling())
+        if "client_credentials" in top:
+            written = top["client_credentials"][1]
+            self._credentials = attempt(lambda: self._client_credentials(written), DEFAULT)
         policies = attempt(lambda: self._policies(top["policies"][1]) if "policies" in top else {}, no_policies)
         default = attempt(lambda: self._default(top), DENY_ALL_NAME)
         wildcards = attempt(lambda: self._flag(top, "wildcard_bindings"), False)
+        guarded = attempt(lambda: self._flag(top, "guard_bindings"), False)
         return PolicyDocument(
             self._origin,
             ceiling,
@@ -149,6 +160,8 @@ class _Reader:
             always_allow,
             plaintext or (),
             wildcards,
+            self._credentials,
+            guarded,
             MappingProxyType(policies),
             tuple(self._remarks),
         )
@@ -272,6 +285,7 @@ class _Reader:
             "inspect": lambda: self._flag(keys, "inspect"),
             "inject": lambda: self._injections("", keys["inject"][1]),
             "substitutions": lambda: self._substitutions("", keys["substitutions"][1]),
+            "client_credentials": lambda: self._client_credentials(keys["client_credentials"][1]),
             "encoded_slashes": lambda: self._permits(keys, "encoded_slashes"),
             "empty_segments": lambda: self._permits(keys, "empty_segments"),
             "host": lambda: pattern(keys["host"][1]),
@@ -299,16 +313,16 @@ class _Reader:
         hosts = self._one_or_many(keys, "host", "hosts", pattern)
         addresses = self._one_or_many(keys, "address", "addresses", self._network)
         if addresses:
-            for key in ("schemes", "methods", "paths", "inspect", "inject", "substitutions", *_LENIENCY):
+            for key in ("schemes", "methods", "paths", "inspect", *_OF_ALLOW_RULES):
                 if key in keys:
                     self._fail(keys[key][0], f"{key} does not apply to addresses: their flows are not opened")
         if action is Action.DENY:
             for key in ("inject", "substitutions"):
                 if key in keys:
                     self._fail(keys[key][0], "a deny rule injects nothing")
-            for key in _LENIENCY:
+            for key in ("client_credentials", *_LENIENCY):
                 if key in keys:
-                    self._fail(keys[key][0], f"{key} belongs to allow rules: a denial holds for each form of a path")
+                    self._fail(keys[key][0], f"{key} belongs to allow rules")
         identity = f"{policy}/{name}"
         injections = self._injections(identity, keys["inject"][1]) if "inject" in keys else ()
         substitutions = self._substitutions(identity, keys["substitutions"][1]) if "substitutions" in keys else ()
@@ -337,6 +351,7 @@ class _Reader:
                 self._schemes(keys) if everywhere else (),
                 substitutions,
                 Leniency(*(self._permits(keys, key) for key in _LENIENCY)),
+                self._client_credentials(keys["client_credentials"][1]) if "client_credentials" in keys else None,
             ),
         )
         self._rule_places[rule.id] = node
@@ -454,6 +469,30 @@ class _Reader:
     def _permits(self, keys: Mapping, form: str) -> bool:
         """Whether a rule permits a form of a path."""
         return form in keys and self._choice(keys[form][1], _Form) is _Form.ALLOW
+
+    def _client_credentials(self, node: Node) -> ClientCredentials:
+        """Read handlings of classes and slots. The document's default has the others."""
+        if not isinstance(node.value, dict) or not node.value:
+            self._fail(node, f"expected a mapping of {', '.join(CLASSES)} or slots to {', '.join(Handling)}")
+        classes: dict[str, Handling] = {}
+        slots: dict[str, Handling] = {}
+        for name, (key, value) in node.value.items():
+            if name not in CLASSES and ":" not in name:
+                hint = meant(name, CLASSES)
+                self._fail(
+                    key,
+                    f"unknown key {name[:100]!a}{hint or ';'} known here: {', '.join(CLASSES)}, and slots "
+                    "such as header:NAME, query:NAME, cookie:NAME",
+                )
+            handling = self._choice(value, Handling)
+            if name in CLASSES:
+                classes[name] = handling
+            else:
+                slot = self._made(key, partial(slot_name, name))
+                if slot in slots:
+                    self._fail(key, f"a second handling of {slot}")
+                slots[slot] = handling
+        return self._made(node, lambda: made(classes, slots, self._credentials))
 
     # ---- checks across rules
 
@@ -621,7 +660,9 @@ class _Reader:
             self._fail(node, f"{name} must be true or false")
         return node.value
 
-    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface, _Form)](self, node: Node, kind: type[T]) -> T:
+    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface, Handling, _Form)](
+        self, node: Node, kind: type[T]
+    ) -> T:
         text = self._text(node)
         known = {member.value: member for member in kind}
         if text not in known:

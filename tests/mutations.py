@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from policy.client_credentials import CLASSES, Handling
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny, decide_request
 from policy.destination import decide_address
@@ -80,6 +81,12 @@ def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]
         if not isinstance(decision := decide_request(policy, facts), Deny):
             found.add(f"sends {facts}")
             found |= {f"sends {facts} with {plan.place}={plan.secret}" for plan in decision.plans}
+            handling = decision.client_credentials
+            found |= {
+                f"forwards {kind} of the client in {facts}"
+                for kind in CLASSES
+                if handling is None or getattr(handling, kind) is Handling.ALLOW
+            }
     return frozenset(found)
 
 

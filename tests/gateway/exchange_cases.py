@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gateway.effects import Over, SecretRefused, SecretsSuspended
 from gateway.ledger import Ledger
 from gateway.scrub.searched import MAX_PARTIAL
+from policy.client_credentials import DEFAULT, ClientCredentials, Handling
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
@@ -27,6 +28,9 @@ PLAN = InjectionPlan("api", "api-token", InjectionKind.API_KEY, "X-Api-Key")
 USE = SecretAt(PLAN, HOST, Endpoint(443, Scheme.HTTPS))
 ALLOWED = AllowRequest("r", (PLAN,))
 OPEN = AllowRequest("r")
+GUARDED = AllowRequest("r", (PLAN,), client_credentials=DEFAULT)
+STRIPPED = AllowRequest("r", (PLAN,), client_credentials=ClientCredentials(*(Handling.STRIP,) * 3))
+FORWARDED = AllowRequest("r", (PLAN,), client_credentials=ClientCredentials(*(Handling.ALLOW,) * 3))
 MAX_DECODED = 4096
 """The limit of the bytes of an encoded body that are searched, and of the decoded ones."""
 
@@ -325,6 +329,96 @@ REQUESTS = [
         200,
         headers=((b"x-api-KEY", b"mine"), (b"X_Api_Key", b"mine"), (b"X-Own", b"1")),
         sent=((b"x-own", b"1"), *INJECTED),
+        text=b"ok",
+    ),
+    Case(
+        "a credential of the client is refused",
+        ["decide", "request deny"],
+        403,
+        decision=GUARDED,
+        headers=((b"Authorization", b"Bearer own"),),
+        page=b"header:authorization",
+        denied=("client-credentials",),
+    ),
+    Case(
+        "a credential of the client is refused over HTTP/2",
+        ["decide", "request deny"],
+        403,
+        decision=GUARDED,
+        http2=True,
+        headers=((b"private-token", b"own"),),
+        page=b"header:private-token",
+        denied=("client-credentials",),
+    ),
+    Case(
+        "a credential in the query is refused",
+        ["decide", "request deny"],
+        403,
+        decision=GUARDED,
+        path=b"/v1?a=1&access%5Ftoken=own",
+        page=b"query:*token",
+        denied=("client-credentials",),
+    ),
+    Case(
+        "cookies of the client are left out, and what the binding owns is replaced",
+        CONNECTED,
+        200,
+        decision=GUARDED,
+        path=b"/v1?a=1",
+        headers=((b"Cookie", b"s=1; t=2"), (b"X-Own", b"1"), (b"x_api_key", b"own")),
+        sent=((b"x-own", b"1"), *INJECTED),
+        target=b"/v1?a=1",
+        text=b"ok",
+    ),
+    Case(
+        "cookies of the client are left out over HTTP/2",
+        CONNECTED,
+        200,
+        decision=GUARDED,
+        http2=True,
+        headers=((b"cookie", b"s=1"), (b"cookie", b"t=2"), (b"x-own", b"1")),
+        sent=((b"x-own", b"1"), *INJECTED),
+        text=b"ok",
+    ),
+    Case(
+        "credentials of the client are left out",
+        CONNECTED,
+        200,
+        decision=STRIPPED,
+        path=b"/v1?a=%31&token=own&b",
+        headers=((b"Authorization", b"Bearer own"), (b"X-Own", b"1")),
+        sent=((b"x-own", b"1"), *INJECTED),
+        target=b"/v1?a=%31&b",
+        text=b"ok",
+    ),
+    Case(
+        "the query of the client is left out whole, over HTTP/2",
+        CONNECTED,
+        200,
+        decision=STRIPPED,
+        http2=True,
+        path=b"/v1?token=own",
+        sent=INJECTED,
+        text=b"ok",
+    ),
+    Case(
+        "credentials of the client are allowed",
+        CONNECTED,
+        200,
+        decision=FORWARDED,
+        path=b"/v1?token=own",
+        headers=((b"Authorization", b"Bearer own"), (b"Cookie", b"s=1")),
+        sent=((b"authorization", b"Bearer own"), (b"cookie", b"s=1"), *INJECTED),
+        target=b"/v1?token=own",
+        text=b"ok",
+    ),
+    Case(
+        "in mode observe a credential of the client is reported and sent without the secret",
+        ["decide", "count", "request observe", "searched", "decide", "connect info"],
+        200,
+        decision=AllowRequest("r", (PLAN,), client_credentials=DEFAULT, trial="observe:watch"),
+        headers=((b"Authorization", b"Bearer own"), (b"Cookie", b"s=1")),
+        sent=((b"authorization", b"Bearer own"), (b"cookie", b"s=1"), (b"accept-encoding", b"identity")),
         text=b"ok",
     ),
     Case(

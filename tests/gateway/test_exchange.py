@@ -28,7 +28,9 @@ from tests.gateway.exchange_cases import (
     BODY,
     CASES,
     CONNECTED,
+    FORWARDED,
     GRPC,
+    GUARDED,
     HANDSHAKE,
     HOST,
     MASKED,
@@ -38,6 +40,7 @@ from tests.gateway.exchange_cases import (
     ORDER,
     PLAN,
     SECRET,
+    STRIPPED,
     USE,
     Case,
     Ports,
@@ -779,3 +782,79 @@ def test_a_body_that_is_announced_above_the_limit_is_refused_before_it_is_read()
     assert isinstance(refused, Answer)
     assert (413, Collect(expects=True)) == (refused.status, asked(MAX_BODY))
     assert ["decide", "count"] * 2 == ports.steps
+
+
+OWN = ((b"Host", HOST.encode()), (b"Authorization", b"own"), (b"Cookie", b"s=1"))
+
+
+@pytest.mark.parametrize(
+    ("decision", "stripped", "forwarded"),
+    [
+        (ALLOWED, None, None),
+        (STRIPPED, ["header:authorization", "cookie", "query:token"], None),
+        (FORWARDED, None, ["header:authorization", "cookie", "query:token"]),
+    ],
+)
+def test_what_happened_to_credentials_of_the_client_is_recorded(
+    decision: object, stripped: list[str] | None, forwarded: list[str] | None
+) -> None:
+    """By name. Neither a value nor the query is recorded."""
+    ports = Ports(decision)
+    parts = replace(PARTS, target=b"/v1?token=query-value", headers=OWN)
+    assert isinstance(ended(Exchange(session_of(ports), "q1").request(parts, DESTINATION, no_connection)), Forward)
+
+    (fields,) = [fields for kind, outcome, fields in ports.records if (kind, outcome) == ("request", "allow")]
+    assert (stripped, forwarded) == (fields.get("stripped"), fields.get("forwarded"))
+    assert "query-value" not in str(ports.records)
+    assert "own" not in str([fields[name] for name in ("stripped", "forwarded") if name in fields])
+
+
+def test_a_refused_credential_of_the_client_is_recorded_without_its_value() -> None:
+    ports = Ports(GUARDED)
+    parts = replace(PARTS, target=b"/v1?token=query-value", headers=((b"Host", HOST.encode()), (b"X-Auth", b"v4lue")))
+    answer = ended(Exchange(session_of(ports), "q1").request(parts, DESTINATION, no_connection))
+
+    assert isinstance(answer, Answer)
+    assert 403 == answer.status
+    ((kind, outcome, fields),) = ports.records
+    assert ("request", "deny", "client-credentials") == (kind, outcome, fields["rule"])
+    assert "(header:x-auth, query:token)" in str(fields["reason"])
+    for text in (str(ports.records), answer.body.decode()):
+        assert "v4lue" not in text
+        assert "query-value" not in text
+
+
+@pytest.mark.parametrize(
+    ("now", "stays"),
+    [(OPEN, True), (FORWARDED, True), (GUARDED, False), (STRIPPED, False)],
+)
+def test_a_request_in_progress_ends_if_its_credentials_are_no_longer_permitted(now: object, stays: bool) -> None:
+    """Refused or stripped: a request that could not be sent like this any more does not continue."""
+    ports = Ports(FORWARDED)
+    session = session_of(ports)
+    exchange = Exchange(session, "q1")
+    assert isinstance(ended(exchange.request(replace(PARTS, headers=OWN), DESTINATION, no_connection)), Forward)
+    assert session.still_allowed()
+
+    ports.decision = now
+    assert stays is session.still_allowed()
+
+
+def test_equal_requests_are_guarded_under_the_decision_in_force() -> None:
+    """What the guard left of an earlier request is not used again after policy changed."""
+    ports = Ports(FORWARDED)
+    session = session_of(ports)
+    parts = replace(PARTS, headers=OWN)
+
+    def ask(name: str) -> Answer | Forward:
+        return ended(Exchange(session, name).request(parts, DESTINATION, no_connection))
+
+    first = ask("q1")
+    assert isinstance(first, Forward)
+    assert (b"Cookie", b"s=1") in first.head.headers
+    ports.decision = STRIPPED
+    second = ask("q2")
+    assert isinstance(second, Forward)
+    assert not {b"Cookie", b"Authorization"} & {name for name, _ in second.head.headers}
+    ports.decision = GUARDED
+    assert isinstance(ask("q3"), Answer)

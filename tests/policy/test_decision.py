@@ -23,6 +23,7 @@ from policy.decision import (
     decide_flow,
     decide_name,
     decide_request,
+    refuse_credentials,
 )
 from policy.destination import decide_address
 from policy.document import PolicyDocument
@@ -758,6 +759,111 @@ def test_each_denial_names_its_rule_and_its_reason(case: str) -> None:
     decide, expected = DENIED[case]
 
     assert expected == decide()
+
+
+BOUND = load_text("""
+version: 1
+client_credentials: {cookies: allow}
+always_allow: [always.test]
+policies:
+  agents:
+    rules:
+      - {id: api, host: good.test, paths: ["/v1/*"], inject: {secret: t, as: bearer}}
+      - {id: rest, host: good.test, ports: [80, 443]}
+      - id: own
+        host: own.test
+        inject: {secret: t, as: bearer}
+        client_credentials: {query: strip, "header:x-api-key": allow}
+      - {id: more, host: own.test, paths: ["/more/*"], client_credentials: {query: refuse, headers: strip}}
+      - {id: open, host: open.test, inspect: true}
+      - {id: free, host: free.test, client_credentials: {headers: allow, cookies: refuse}}
+      - {id: always, host: always.test, paths: ["/me"], inject: {secret: t, as: bearer}}
+  watch:
+    extends: [agents]
+    mode: observe
+""")
+BASE = "headers refuse, cookies allow, query refuse"
+HANDLINGS = {
+    "a request with the secret": ("good.test", "/v1/x", BASE),
+    "another request to a bound host": ("good.test", "/v2", BASE),
+    "a host without secrets": ("open.test", "/", "None"),
+    "what a rule says, with the document's default": (
+        "own.test",
+        "/",
+        "headers refuse, cookies allow, query strip, header:x-api-key allow",
+    ),
+    "the strictest of two rules": (
+        "own.test",
+        "/more/x",
+        "headers refuse, cookies allow, query refuse, header:x-api-key strip",
+    ),
+    "a rule without a secret": ("free.test", "/", "headers allow, cookies refuse, query refuse"),
+    "a bound host that is always allowed": ("always.test", "/", BASE),
+}
+
+
+@pytest.mark.parametrize("case", HANDLINGS)
+def test_a_bound_host_has_a_handling_of_the_clients_credentials(case: str) -> None:
+    host, path, expected = HANDLINGS[case]
+    policy = compile_named(BOUND, "agents")
+
+    assert policy == CompiledPolicy.from_json(policy.to_json())
+    decision = decide_request(policy, request(host, path=path))
+    assert isinstance(decision, AllowRequest)
+    assert expected == str(decision.client_credentials)
+    assert decision.trial is None
+    watched = decide_request(compile_named(BOUND, "watch"), request(host, path=path))
+    assert isinstance(watched, AllowRequest)
+    assert (expected, None if expected == "None" else "observe:watch") == (
+        str(watched.client_credentials),
+        watched.trial,
+    )
+
+
+def test_a_rule_that_handles_credentials_has_its_flows_inspected() -> None:
+    policy = compile_named(BOUND, "agents")
+    assert "agents/free inspect" == outcome(decide_flow(policy, FlowFacts("free.test", 443, HTTPS)))
+
+
+def test_a_bound_host_is_bound_over_plain_http_too() -> None:
+    decision = decide_request(compile_named(BOUND, "agents"), request("good.test", port=80, scheme=HTTP))
+    assert isinstance(decision, AllowRequest)
+    assert BASE == str(decision.client_credentials)
+
+
+def test_a_host_of_an_api_binding_is_bound_for_all_of_its_requests() -> None:
+    """If the operator says so; otherwise only for those that get its secret. Another host of the policy is not."""
+    bound = [binding("b", "good.test", paths=["/v1/*"])]
+    through = {"type": "passthrough", "substitutions": [{"credential": "p", "placeholder": "P", "in": ["body"]}]}
+    bound.append({"name": "p", "match": {"hosts": ["pass.test"]}, "auth": through})
+    hosts = "+good.test +open.test +pass.test"
+    open_ = api(hosts, bindings=bound, document=BOUND)
+    policy = api(hosts, bindings=bound, document=replace(BOUND, guard_bindings=True))
+    stripped = "headers strip, cookies strip, query refuse"
+    for each, path, expected in (
+        (policy, "/v1/x", BASE),
+        (policy, "/v2", BASE),
+        (open_, "/v1/x", stripped),
+        (open_, "/v2", "None"),
+    ):
+        decision = decide_request(each, request("good.test", path=path))
+        assert isinstance(decision, AllowRequest)
+        assert expected == str(decision.client_credentials)
+        passing = decide_request(each, request("pass.test", path=path))
+        assert isinstance(passing, AllowRequest)
+        assert (1, None) == (len(passing.substitutions), passing.client_credentials)
+    assert AllowRequest("api:2") == decide_request(policy, request("open.test"))
+    both = decide_request(narrow(compile_named(BOUND, "watch"), policy), request("good.test", path="/v2"))
+    assert isinstance(both, AllowRequest)
+    assert both.trial is None, "the caller's list is enforced"
+
+
+def test_a_refusal_of_credentials_is_a_denial_or_an_observed_one() -> None:
+    enforced = refuse_credentials(AllowRequest("r"), ("query:key",))
+    assert isinstance(enforced, Deny)
+    assert ("client-credentials", True) == (enforced.rule, "query:key" in enforced.reason)
+    tried = refuse_credentials(AllowRequest("r", trial="observe:watch"), ("query:key",))
+    assert AllowRequest("observe:watch", observed=enforced) == tried
 
 
 LENIENT = compile_named(

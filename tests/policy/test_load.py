@@ -57,6 +57,49 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "a policy named deny-all": ("version: 1\npolicies:\n  deny-all: {}\n", "3:3: deny-all is built in"),
     "a policy with an odd name": ("version: 1\npolicies:\n  A b: {}\n", "3:3: a name is up to 63"),
+    "an unknown handling": (
+        rules("{host: a.test, client_credentials: {cookies: pass}}"),
+        "5:54: expected one of refuse, strip, allow",
+    ),
+    "an unknown class of credentials": (
+        rules("{host: a.test, client_credentials: {cookie: strip}}"),
+        "5:45: unknown key 'cookie'; did you mean 'cookies'? known here: headers, cookies, query, and slots",
+    ),
+    "a slot that is none": (
+        rules("{host: a.test, client_credentials: {'header:host': strip}}"),
+        '5:45: reserved credential header name "host"',
+    ),
+    "a slot in two spellings": (
+        rules("{host: a.test, client_credentials: {'header:x-a': strip, 'header:X_A': allow}}"),
+        "5:66: a second handling of header:x-a",
+    ),
+    "no handling": (rules("{host: a.test, client_credentials: {}}"), "5:44: expected a mapping of headers, cookies"),
+    "one handling for all": (rules("{host: a.test, client_credentials: allow}"), "5:44: expected a mapping of headers"),
+    "a document without a handling": ("version: 1\nclient_credentials: {}\n", "2:21: expected a mapping of headers"),
+    "a handling in a deny rule": (
+        rules("{host: a.test, action: deny, client_credentials: {query: allow}}"),
+        "5:38: client_credentials belongs to allow rules",
+    ),
+    "a handling for an address": (
+        rules("{address: 93.184.216.34, client_credentials: {query: allow}}"),
+        "5:34: client_credentials does not apply to addresses",
+    ),
+    "an unknown form of a path": (
+        rules("{host: a.test, encoded_slashes: true}"),
+        "5:41: expected text",
+    ),
+    "another word for a form": (
+        rules("{host: a.test, empty_segments: strip}"),
+        "5:40: expected one of refuse, allow",
+    ),
+    "a form of a path in a deny rule": (
+        rules("{host: a.test, action: deny, encoded_slashes: allow}"),
+        "5:38: encoded_slashes belongs to allow rules",
+    ),
+    "an encoded slash that no request may have": (
+        rules("{host: a.test, paths: ['/@a%2fb']}"),
+        "5:9: rule 'p/rule-1': a path contains %2F, but the rule does not permit encoded slashes",
+    ),
     "an unknown mode": ("version: 1\npolicies:\n  p: {mode: report}\n", "3:13: expected one of enforce, observe"),
     "an unknown limit": ("version: 1\npolicies:\n  p: {limits: {bites: 1}}\n", "3:16: unknown key 'bites'"),
     "a limit of nothing": ("version: 1\npolicies:\n  p: {limits: {bytes_out: 0}}\n", "3:15: bytes_out must be from 1"),
@@ -341,6 +384,7 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     text = EXAMPLE.read_text()
     words = [
         *("version", "ceiling", "default", "always_deny", "always_allow", "plaintext_secrets", "wildcard_bindings"),
+        *("guard_bindings", "headers", "cookies", "query"),
         *("policies", "extends", "mode", "dns", "limits", "rules"),
         *schema._RULE_KEYS,
         *("secret", "as", "header", "name", "username", "placeholder", "in"),
@@ -352,7 +396,7 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     assert [] == [kind for kind in InjectionKind if f"as: {kind}" not in text]
     assert [] == [surface for surface in Surface if f" {surface}" not in text]
     assert ["base", "agents", "trial"] == list(document.policies)
-    assert 18 == len(compile_named(document, "trial").rules)
+    assert 19 == len(compile_named(document, "trial").rules)
     assert () == document.remarks
 
 
@@ -364,7 +408,14 @@ HOSTS = sorted(
     }
     | {"else.test"}
 )
-MUTATIONS = list(mutations(DOCUMENT, lambda path: path == ("policies",)))
+
+
+def _named_by_authors(path: tuple[object, ...]) -> bool:
+    """Whether keys of this mapping are names: of policies, of credential slots."""
+    return path == ("policies",) or (path[:1] == ("policies",) and path[-1:] == ("client_credentials",))
+
+
+MUTATIONS = list(mutations(DOCUMENT, _named_by_authors))
 
 
 def _powers(document: Any) -> dict[str, frozenset[str]] | None:

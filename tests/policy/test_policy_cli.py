@@ -16,7 +16,9 @@ def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == check(EXAMPLE)
 
     printed = capsys.readouterr().out
-    assert "policy agents: 18 rules, enforce" in printed
+    assert "policy agents: 19 rules, enforce" in printed
+    assert "client credentials in agents/api: headers refuse, cookies strip, query refuse\n" in printed
+    assert "in agents/tickets: headers refuse, cookies allow, query refuse, header:x-session-token allow" in printed
     assert "secret api-token -> https://api.corp-example.com:443 as bearer (agents/api)" in printed
     assert "secret chat-token -> https://chat.corp-example.com:443 as substitution (agents/chat)" in printed
 
@@ -35,6 +37,16 @@ ASKED = {
         ("agents", "api.corp-example.com", 443, "https", "GET", "/v1/x?canary"),
         0,
         "inject   Authorization",
+    ),
+    "a credential in the query": (
+        ("agents", "api.corp-example.com", 443, "https", "GET", "/v1/x?token=canary"),
+        1,
+        "request  DENY   client-credentials",
+    ),
+    "credentials of the client": (
+        ("agents", "tickets.corp-example.com", 443, "https"),
+        0,
+        "client   credentials of its own: headers refuse, cookies allow",
     ),
     "a denied path": (("agents", "api.corp-example.com", 443, "https", "GET", "/v2"), 1, "request  DENY   default"),
     "a denied name": (("agents", "other.test", 443, "https"), 1, "name     DENY   default"),
