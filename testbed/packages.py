@@ -1,4 +1,4 @@
-"""The package that the demo internet's index publishes, in the formats of pip and npm."""
+"""The packages that the demo internet's index publishes, in the formats of pip and npm."""
 
 import base64
 import hashlib
@@ -14,7 +14,8 @@ VERSION = "1.0"
 NPM_VERSION = "1.0.0"
 NAME = PACKAGE.replace("_", "-")
 _WHEEL = f"{PACKAGE}-{VERSION}-py3-none-any.whl"
-_TARBALL = f"/npm/{NAME}/-/{NAME}-{NPM_VERSION}.tgz"
+SCOPED = "@bank/tools"
+_TARBALLS = {NAME: f"/npm/{NAME}/-/{NAME}-{NPM_VERSION}.tgz", SCOPED: f"/npm/{SCOPED}/-/tools-{NPM_VERSION}.tgz"}
 
 
 def _wheel() -> bytes:
@@ -35,9 +36,9 @@ def _wheel() -> bytes:
     return buffer.getvalue()
 
 
-def _tarball() -> bytes:
+def _tarball(name: str) -> bytes:
     files = {
-        "package/package.json": json.dumps({"name": NAME, "version": NPM_VERSION, "main": "index.js"}),
+        "package/package.json": json.dumps({"name": name, "version": NPM_VERSION, "main": "index.js"}),
         "package/index.js": "module.exports = 42;\n",
     }
     buffer = io.BytesIO()
@@ -50,22 +51,28 @@ def _tarball() -> bytes:
 
 
 def index_pages() -> dict[str, tuple[bytes, str]]:
-    """Return each path of the index with its content and type: PEP 503 at `/simple/`, npm's registry at `/npm/`."""
-    wheel, tarball = _wheel(), _tarball()
+    """Return each path of the index with its content and type: PEP 503 at `/simple/`, npm's registry at `/npm/`.
+
+    npm asks for a scoped package at a path in which the slash of its name is encoded.
+    """
+    wheel = _wheel()
     digest = hashlib.sha256(wheel).hexdigest()
     page = f'<!DOCTYPE html><html><body><a href="/files/{_WHEEL}#sha256={digest}">{_WHEEL}</a></body></html>'
-    distribution = {
-        "tarball": f"https://{INDEX}{_TARBALL}",
-        "integrity": "sha512-" + base64.b64encode(hashlib.sha512(tarball).digest()).decode(),
-    }
-    document = {
-        "name": NAME,
-        "dist-tags": {"latest": NPM_VERSION},
-        "versions": {NPM_VERSION: {"name": NAME, "version": NPM_VERSION, "dist": distribution}},
-    }
-    return {
+    pages = {
         f"/simple/{NAME}/": (page.encode(), "text/html"),
         f"/files/{_WHEEL}": (wheel, "application/octet-stream"),
-        f"/npm/{NAME}": (json.dumps(document).encode(), "application/json"),
-        _TARBALL: (tarball, "application/octet-stream"),
     }
+    for name, place in _TARBALLS.items():
+        tarball = _tarball(name)
+        distribution = {
+            "tarball": f"https://{INDEX}{place}",
+            "integrity": "sha512-" + base64.b64encode(hashlib.sha512(tarball).digest()).decode(),
+        }
+        document = {
+            "name": name,
+            "dist-tags": {"latest": NPM_VERSION},
+            "versions": {NPM_VERSION: {"name": name, "version": NPM_VERSION, "dist": distribution}},
+        }
+        pages[f"/npm/{name.replace('/', '%2f')}"] = (json.dumps(document).encode(), "application/json")
+        pages[place] = (tarball, "application/octet-stream")
+    return pages
