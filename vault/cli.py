@@ -1,7 +1,8 @@
 """`sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | rekey`.
 
 - A value comes from standard input or a file, never from the command line, where every user of the host could read it.
-- What cannot be a header value is refused before it is sent; a line break at the end is removed only when asked for.
+- What can be neither a header value nor a client certificate is refused before it is sent; a line break at the end of a
+  header value is removed only when asked for.
 - Output holds names and metadata, never a value.
 
 `init` works on the key file; all others talk to the running vaultd, which answers uid 0 only. `rekey` makes a new key
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -25,8 +27,8 @@ from vault.conditions import ConditionError, Selectors, UseLimits
 from vault.freeze import Extent
 from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
-from vault.secret import MAX_SECRET_BYTES, Secret, value_problem
-from vault.stores.port import SecretInfo
+from vault.secret import MAX_SECRET_BYTES, Secret
+from vault.stores.port import SecretInfo, stored_problem
 from wire.api.vaultd import Listed, Revoked
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
@@ -283,7 +285,7 @@ def _value(options: argparse.Namespace, stdin: BinaryIO) -> Secret:
         raise UsageError("the value is not UTF-8 text") from None
     if options.strip_newline:
         text = text.removesuffix("\n").removesuffix("\r")
-    if problem := value_problem(text):
+    if problem := stored_problem(text, datetime.now(UTC)):
         hint = "; use printf %s, or --strip-newline" if text.endswith("\n") else ""
         raise UsageError(problem + hint)
     return Secret(text)

@@ -114,7 +114,7 @@ class VaultOperations:
     async def _put(self, request: vaultd.Put, actor: str) -> vaultd.Version:
         name, value = secret_name(request.name), Secret(request.value.text)
         binding = SecretBinding.of(request.binding)
-        check_value(value)
+        check_value(value, datetime.now(UTC))
         if self._has(name):
             raise wire.RequestError(wire.Code.EXISTS, "a secret already has this name; rotate or delete it")
         await self._audit.accept(
@@ -127,7 +127,7 @@ class VaultOperations:
     async def _rotate(self, request: vaultd.Rotate, actor: str) -> vaultd.Version:
         name, value = secret_name(request.name), Secret(request.value.text)
         self._store.info(name)
-        check_value(value)
+        check_value(value, datetime.now(UTC))
         await self._audit.accept("vault.rotate", "info", durable=True, secret=name, actor=actor)
         info = self._store.rotate(name, value)
         await self._channels.revoke_everywhere(name, self._custody.users(name))

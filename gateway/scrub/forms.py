@@ -3,6 +3,7 @@
 - A value is found as text, as hex, and as base64 at its three alignments, standard or URL-safe. Each character may be
   raw or in any of its escapes, in any mixture: percent-encoding (any subset, either case, `+`, nested), JSON,
   JavaScript and C escapes (`\\u0026`, `\\x26`, `\\/`, nested in JSON strings), HTML entities (named or numeric).
+- A value of bytes (a private number of a key) is found as hex and base64 only, so in PEM and JWK, not in DER.
 - NUL bytes between the characters are ignored, so text in UTF-16 and UTF-32 of either byte order is found.
 - Base64 may be wrapped at any column from `MIN_COLUMN` on. No other form of an ASCII value contains a line end. In
   UTF-16 and UTF-32 a byte of another character may look like one.
@@ -186,6 +187,10 @@ class _Form:
         return max(ends), 0
 
 
+def _octets(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+
+
 def _text_form(value: str) -> _Form:
     raw = value.encode("utf-8", "surrogateescape")
     plain = {raw, quote_plus(raw, safe=_PRINTABLE).encode()} if " " in value else {raw}
@@ -219,8 +224,8 @@ class Patterns:
         "longest",
     )
 
-    def __init__(self, values: Iterable[str]) -> None:
-        """There is at least one value. Values shorter than `MIN_SECRET` characters are refused.
+    def __init__(self, values: Iterable[str | bytes]) -> None:
+        """There is at least one value. Values shorter than `MIN_SECRET` characters or bytes are refused.
 
         Raises:
             ValueError: a value is too short to be found reliably.
@@ -228,12 +233,14 @@ class Patterns:
         forms: list[_Form] = []
         characters: set[str] = set()
         self.longest = 0
-        for value in sorted(set(values)):
-            raw = value.encode("utf-8", "surrogateescape")
+        for value in sorted(set(values), key=_octets):
+            raw = _octets(value)
             if len(value) < MIN_SECRET:
                 raise ValueError(f"a secret needs at least {MIN_SECRET} characters to be removed from responses")
-            forms += [_text_form(value), _hex_form(raw), *_base64_forms(raw)]
-            characters |= set(value)
+            if isinstance(value, str):
+                forms.append(_text_form(value))
+                characters |= set(value)
+            forms += [_hex_form(raw), *_base64_forms(raw)]
             self.longest = max(self.longest, MAX_ESCAPE * len(raw))
         self._forms = tuple(forms)
         self._plain = tuple((form, plain) for form in forms for plain in form.plain)

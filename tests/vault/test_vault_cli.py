@@ -5,11 +5,14 @@ import base64
 import io
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import wire
+from tests.client_certificates import DAY, Times, authority, key_pem
 from vault.cli import VaultPlaces, main
 from vault.grants import Grant, SecretBinding
 from vault.keyring import Keyring, MasterKeyError, create, next_file
@@ -69,6 +72,37 @@ async def test_values_that_cannot_be_sent_are_refused(vault: Any, console: Conso
     """Nothing is stored, and the message does not quote the value."""
     assert 2 == await console.run("put", "token", "--host", "good.test", stdin=value)
     assert [] == vault.vault.store.list_infos()
+
+
+async def test_a_client_certificate_is_stored_and_replaced_only_if_it_can_be_used_now(
+    vault: Any, console: Console
+) -> None:
+    """Key and chain from a file. An expired one, a chain alone and a key of another certificate change nothing."""
+    now = datetime.now(UTC)
+    root = authority("Root")
+    good, other = root.issue("agent"), root.issue("agent")
+    file = vault.directory / "client.pem"
+    file.write_text(good.value)
+    assert 0 == await console.run("put", "partner", "--host", "good.test", "--file", str(file))
+    assert "stored partner\n" == console.printed
+    refused = {
+        "expired at 20": root.issue("agent", times=Times(now - 2 * DAY, now - DAY)).value,
+        "not valid before 20": root.issue("agent", times=Times(now + DAY, now + 2 * DAY)).value,
+        "one private key, not 0": good.chain_pem,
+        "does not belong to the first certificate": key_pem(other.key) + good.chain_pem,
+    }
+    for reason, value in refused.items():
+        assert 2 == await console.run("put", "second", "--host", "good.test", stdin=value.encode())
+        assert reason in console.printed
+        assert 2 == await console.run("rotate", "partner", stdin=value.encode())
+        with pytest.raises(wire.RemoteError, match=reason):
+            await vault.admin.rotate("partner", Secret(value))
+        with pytest.raises(wire.RemoteError, match=reason):
+            await vault.admin.put("second", Secret(value), SecretBinding.make(["good.test"]))
+    assert Secret(good.value) == vault.vault.store.value("partner")
+    assert 0 == await console.run("rotate", "partner", stdin=other.value.encode())
+    assert Secret(other.value) == vault.vault.store.value("partner")
+    assert ["partner"] == [info.name for info in vault.vault.store.list_infos()]
 
 
 @pytest.mark.parametrize("host", ["*.good.test", "*", "10.0.0.1", "a b"])

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from vault import conditions
+from vault.client_certificate import PEM_BEGIN, certificate_problem
 from vault.grants import SecretBinding, secret_name
 from vault.secret import Secret, value_problem
 from wire import Code
@@ -213,13 +214,13 @@ def new_info(name: str, value: Secret, binding: SecretBinding, now: datetime, pr
         raise SecretExistsError("a secret already has this name")
     if len(present) >= MAX_SECRETS:
         raise UnfitSecretError(f"the store holds {MAX_SECRETS} secrets, its limit")
-    check_value(value)
+    check_value(value, now)
     return SecretInfo(name, 1, now, now, binding)
 
 
 def rotated_info(info: SecretInfo, value: Secret, now: datetime) -> SecretInfo:
     """The metadata after a rotation; raises as `Store.rotate`."""
-    check_value(value)
+    check_value(value, now)
     return replace(info, version=info.version + 1, updated=now)
 
 
@@ -234,7 +235,15 @@ def still_former(former: Collection[Former], now: datetime) -> tuple[Secret, ...
     return tuple(one.value for one in former if one.until > now)
 
 
-def check_value(value: Secret) -> None:
+def check_value(value: Secret, now: datetime) -> None:
     """Raise UnfitSecretError for a value that cannot be stored."""
-    if problem := value_problem(value.reveal()):
+    if problem := stored_problem(value.reveal(), now):
         raise UnfitSecretError(problem)
+
+
+def stored_problem(text: str, now: datetime) -> str | None:
+    """Return why `text` cannot be stored, without quoting it; None if it can.
+
+    It is a value for a header, or a client certificate: PEM text, which begins with `PEM_BEGIN`.
+    """
+    return certificate_problem(text, now) if text.startswith(PEM_BEGIN) else value_problem(text)
