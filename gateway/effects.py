@@ -11,6 +11,7 @@ Pure: types only.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import ClassVar, Protocol
 
 from gateway.admission import Admission
@@ -147,7 +148,7 @@ class Disclosures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """The ports of all exchanges of one flow. `clock` gives monotonic seconds."""
+    """The ports of all exchanges of one flow. `clock` gives monotonic seconds, `date` the present time in UTC."""
 
     decider: Decider
     allowance: Allowance
@@ -156,3 +157,4 @@ class Effects:
     disclosures: Disclosures
     admission: Admission
     clock: Callable[[], float]
+    date: Callable[[], datetime]

@@ -46,6 +46,7 @@ from gateway import pages
 from gateway.client_credentials import GuardedRequest, guard
 from gateway.compose import Composed, compose, found_in_body, found_in_head, needs_body, split
 from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
+from gateway.presented import KeptCertificate, Presented, presents, read
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
 from gateway.scrub.frames import FrameReader, FrameScrubber
@@ -141,6 +142,8 @@ class Session:
         """Allowed requests that are not both sent and answered whole."""
         self.prepared: dict[InjectionPlan, _Rendered] = {}
         """The last text of each injection."""
+        self.certificate: KeptCertificate | None = None
+        """The last client certificate."""
         self.composed: tuple[Translated, Injected, Composed] | None = None
         """The last request without a collected body: as judged, its secrets, and as sent."""
         self.repeated: _Repeated | None = None
@@ -379,7 +382,7 @@ class Exchange:
             effects.admission.end(admitted)
         if isinstance(permitted, Answer):
             return permitted
-        composed, injected = permitted
+        composed, injected, presented = permitted
         again = self._decide(translated)
         if again is not decision and again != decision:
             # Policy changed during the waits for log and vault. The decision under the old policy is void.
@@ -389,7 +392,7 @@ class Exchange:
         self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._kept_head(repeated, composed), self.scrub, injected)
+        forward = Forward(self._kept_head(repeated, composed), self.scrub, injected, presented)
         self._whole = composed.body or b""
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
@@ -469,8 +472,13 @@ class Exchange:
             ),
         )
 
-    async def _permit(self, repeated: _Repeated, body: bytes | None) -> tuple[Composed, Injected] | Answer:
-        """Return the request to forward and its secrets, or the answer to a request that is not forwarded."""
+    async def _permit(
+        self, repeated: _Repeated, body: bytes | None
+    ) -> tuple[Composed, Injected, Presented | None] | Answer:
+        """Return the request to forward, its secrets, and the client certificate among them.
+
+        An answer is for a request that is not forwarded.
+        """
         session, effects = self.session, self.session.effects
         parts, translated, allowed = repeated.parts, repeated.guarded.translated, repeated.guarded.allowed
         facts = translated.facts
@@ -478,6 +486,7 @@ class Exchange:
         try:
             await repeated.allow.accept(self.request_id)
             injected: list[tuple[SecretPlan, Secret]] = []
+            presented: Presented | None = None
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(repeated.secrets)
             leased: dict[str, Secret] = {}  # one use for each secret, in however many places
@@ -487,7 +496,11 @@ class Exchange:
                 leased[asked] = value
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
-                self._check(plan, value)
+                if presents(plan):
+                    kept = session.certificate = read(plan, value, effects.date(), session.certificate)
+                    presented = kept.presented
+                else:
+                    self._check(plan, value)
                 injected.append((plan, value))
             composed = self._composed(translated, tuple(injected), body)
             for use in repeated.uses:
@@ -506,7 +519,7 @@ class Exchange:
             reason = "a secret cannot be sent" if isinstance(error, ValueError) else "not available"
             session.deny(allowed.rule, reason)
             return self._answer(parts, 503, pages.failure(503))
-        return composed, tuple(injected)
+        return composed, tuple(injected), presented
 
     def _composed(self, translated: Translated, injected: Injected, body: bytes | None) -> Composed:
         """Return the request to send.
@@ -525,7 +538,7 @@ class Exchange:
         ):
             return last[2]
         injections, substitutions = split(injected)
-        rendered = [(plan, self._rendered(plan, value)) for plan, value in injections]
+        rendered = [(plan, self._rendered(plan, value)) for plan, value in injections if not presents(plan)]
         composed = compose(translated, rendered, substitutions, body, session.max_body)
         if composed.path is not None:
             judged = session.effects.decider.decide_request(replace(translated.facts, path=composed.path))

@@ -5,6 +5,7 @@ Pure values. Names and values of headers are bytes as on the wire, in order.
 
 from dataclasses import dataclass
 
+from gateway.presented import Presented
 from gateway.translate import Headers
 from policy.facts import FlowFacts
 from policy.injection import SecretPlan
@@ -59,12 +60,14 @@ class Forward:
 
     Attributes:
         scrub: the response will be searched for secrets, so the request asks for the whole document without coding.
-        injected: the secrets in the head. A connection that carried others must not carry this request.
+        injected: the secrets of the request. A connection that carried others must not carry this request.
+        presented: the client certificate among them. The connection presents it in its handshake; None: none.
     """
 
     head: ForwardHead
     scrub: bool
     injected: Injected = ()
+    presented: Presented | None = None
 
 
 @dataclass(frozen=True, slots=True)

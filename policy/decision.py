@@ -373,6 +373,8 @@ def _settle(
     sends = bool(kept or substitutions)
     if sends and facts.scheme is Scheme.HTTP and not (facts.port == 80 and facts.host in policy.plaintext_secrets):
         return Deny("plaintext-secret", f"The operator does not allow secrets to {facts.host} over plain HTTP.")
+    if facts.scheme is Scheme.HTTP and any(plan.handshake for plan in kept):
+        return Deny("plaintext-secret", f"A client certificate cannot be presented to {facts.host} over plain HTTP.")
     return AllowRequest(rule, tuple(kept), None, substitutions)
 
 

@@ -65,7 +65,8 @@ _RESERVED_PREFIXES = ("sec-websocket-", "opensandbox-", "open-sandbox-", "x-sall
 class InjectionKind(StrEnum):
     """Where a secret is sent, and in which form. BASIC encodes `user:password`; BASIC_RAW takes an encoded value.
 
-    QUERY is one parameter of the query, COOKIE one cookie of the header `Cookie`. The others are headers.
+    QUERY is one parameter of the query, COOKIE one cookie of the header `Cookie`. CLIENT_CERTIFICATE is presented in
+    the TLS handshake with the server. The others are headers.
     """
 
     BEARER = "bearer"
@@ -74,6 +75,7 @@ class InjectionKind(StrEnum):
     API_KEY = "api-key"
     QUERY = "query"
     COOKIE = "cookie"
+    CLIENT_CERTIFICATE = "client-certificate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class InjectionPlan:
 
     Attributes:
         binding: the id of the rule or credential binding with this injection.
-        name: the name of the header, in canonical case; of the query parameter; or of the cookie.
+        name: the name of the header, in canonical case; of the query parameter; or of the cookie; empty for a client
+            certificate.
         username: of BASIC, the user name before the secret.
     """
 
@@ -98,6 +101,9 @@ class InjectionPlan:
                 query_name(self.name)
             case InjectionKind.COOKIE:
                 cookie_name(self.name)
+            case InjectionKind.CLIENT_CERTIFICATE:
+                if self.name:
+                    raise ValueError(f"{self.kind} is presented in the TLS handshake and takes no name")
             case _:
                 if self.name != header_name(self.name):
                     raise ValueError(f"injection header {self.name!a} is not in canonical case")
@@ -111,7 +117,8 @@ class InjectionPlan:
 
     @property
     def slot(self) -> str:
-        """The place that the binding owns: the header name in lower case, `query:` or `cookie:` and the name.
+        """The place that the binding owns: the header name in lower case, `query:` or `cookie:` and the name, or
+        `tls:client-certificate`.
 
         A request can have only one plan per slot.
         """
@@ -120,8 +127,15 @@ class InjectionPlan:
                 return f"query:{self.name.lower()}"
             case InjectionKind.COOKIE:
                 return f"cookie:{self.name}"
+            case InjectionKind.CLIENT_CERTIFICATE:
+                return "tls:client-certificate"
             case _:
                 return self.name.lower()
+
+    @property
+    def handshake(self) -> bool:
+        """Whether the secret is used in the TLS handshake with the server, and is not put into the request."""
+        return self.kind is InjectionKind.CLIENT_CERTIFICATE
 
     @property
     def place(self) -> str:
@@ -131,6 +145,8 @@ class InjectionPlan:
                 return f"query parameter {self.name}"
             case InjectionKind.COOKIE:
                 return f"cookie {self.name}"
+            case InjectionKind.CLIENT_CERTIFICATE:
+                return "the client certificate"
             case _:
                 return self.name
 
@@ -277,6 +293,8 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
             if not _COOKIE.issuperset(value):
                 raise ValueError(f"the value of secret {plan.secret!a} has a character that a cookie cannot have")
             rendered = value
+        case InjectionKind.CLIENT_CERTIFICATE:
+            raise ValueError(f"secret {plan.secret!a} is used in the TLS handshake only")
         case _:
             assert_never(plan.kind)
     return plan.name, rendered

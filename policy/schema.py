@@ -335,6 +335,8 @@ class _Reader:
         everywhere = action is Action.DENY and "ports" not in keys
         endpoints = () if everywhere else self._endpoints(keys, action, bool(addresses), sends)
         if sends and any(endpoint.scheme is Scheme.HTTP for endpoint in endpoints):
+            if any(plan.handshake for plan in injections):
+                self._fail(keys["inject"][0], "a client certificate needs https, and this rule allows http")
             self._check_plaintext(keys, hosts, endpoints)
         rule = self._made(
             node,
@@ -419,8 +421,9 @@ class _Reader:
                 self._fail(node, f"as: {kind} needs `{key}`")
             if key != named and key in keys:
                 where = "in Authorization" if named is None else f"in the place that `{named}` names"
+                where = "in the TLS handshake" if kind is InjectionKind.CLIENT_CERTIFICATE else where
                 self._fail(keys[key][0], f"as: {kind} is sent {where} and takes no {key}")
-        name = "Authorization"
+        name = "" if kind is InjectionKind.CLIENT_CERTIFICATE else "Authorization"
         place = keys["username"][1] if "username" in keys else node
         if named is not None:
             written = keys[named][1]

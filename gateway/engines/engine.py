@@ -19,6 +19,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 from gateway.admission import Admission
@@ -164,7 +166,8 @@ class FlowEngine:
         self._ledger = ledger
         self._known = KnownPatterns()
         admission = Admission(time.monotonic)
-        self._effects = Effects(decider, allowance, secrets, recorder, ledger, admission, time.monotonic)
+        date = partial(datetime.now, UTC)
+        self._effects = Effects(decider, allowance, secrets, recorder, ledger, admission, time.monotonic, date)
 
     @property
     def flows(self) -> int:

@@ -9,6 +9,7 @@
 """
 
 import base64
+import contextlib
 from collections.abc import Callable
 
 from gateway.effects import Effects, SecretRefused
@@ -18,6 +19,7 @@ from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.stream import Scrubber, Withheld
 from policy.compiled import SecretAt
 from policy.injection import InjectionKind, InjectionPlan, SecretPlan
+from vault.client_certificate import CertificateError, parse
 from vault.secret import MIN_SENT, Secret
 
 MAX_PARTIAL = 8
@@ -39,9 +41,9 @@ class KnownPatterns:
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: dict[frozenset[str], Patterns] = {}
+        self._known: dict[frozenset[str | bytes], Patterns] = {}
 
-    def of(self, texts: frozenset[str]) -> Patterns:
+    def of(self, texts: frozenset[str | bytes]) -> Patterns:
         """Return the patterns for `texts`."""
         known = self._known.pop(texts, None) or Patterns(texts)
         self._known[texts] = known
@@ -72,7 +74,7 @@ class SearchedSecrets:
         self._uses: set[SecretAt] = set()
         self._covered: set[str] = set()
         self._learned: tuple[SecretAt, ...] | None = None
-        self._texts: frozenset[str] = frozenset()
+        self._texts: frozenset[str | bytes] = frozenset()
         self.patterns: Patterns | None = None
         """None while there is no value to search for."""
         self.names: set[str] = set()
@@ -165,9 +167,15 @@ class SearchedSecrets:
         self._recorder.note("request", "info", rule="reflection", reason="a response held a secret", **where)
 
 
-def texts_of(plan: SecretPlan, value: Secret) -> frozenset[str]:
-    """Return the texts that reveal a value. A value with a text that is too short is not sent: see `too_short`."""
+def texts_of(plan: SecretPlan, value: Secret) -> frozenset[str | bytes]:
+    """Return the texts that reveal a value. A value with a text that is too short is not sent: see `too_short`.
+
+    Of a client certificate, they are the private numbers of its key.
+    """
     text = value.reveal()
+    if isinstance(plan, InjectionPlan) and plan.handshake:
+        with contextlib.suppress(CertificateError):  # a former value may be a token
+            return parse(text).private_parts()
     login = _login(plan, text)
     if login is not None:  # the user name before a password is no secret
         texts = {login}

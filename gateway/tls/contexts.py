@@ -9,6 +9,9 @@
   replaced. The name, the protocol and each request of a resumed session are judged like those of a new one. There is no
   early data. TLS 1.2 has no tickets, because they would end its forward secrecy.
 - Upstream no session is resumed, so each connection verifies the server's certificate.
+- A client certificate is presented on the connection that asks for it only. OpenSSL sends it, and signs with its key,
+  after the server's certificate is verified, in TLS 1.2 and 1.3. It is never a file. After the handshake a server
+  cannot ask for one.
 - No compression, no renegotiation, no session cache.
 """
 
@@ -21,6 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from OpenSSL import SSL, crypto
 
 from gateway.engines.port import Leaf
+from gateway.presented import Presented
 
 CACHE = 256
 _CIPHERS = b"ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -106,18 +110,36 @@ class UpstreamContext:
         """
         roots = x509.load_pem_x509_certificates(roots_pem.encode("ascii"))
         self.roots_pem = roots_pem
-        self._context = _context(SSL.TLS_CLIENT_METHOD)
-        self._context.set_options(SSL.OP_NO_TICKET)
-        self._context.set_verify(SSL.VERIFY_PEER, None)
-        store = self._context.get_cert_store()
+        self._roots = [crypto.X509.from_cryptography(root) for root in dict.fromkeys(roots)]
+        self._context = self._verifying()
+
+    def _verifying(self) -> SSL.Context:
+        """Return a context that verifies servers against the roots, and has no client certificate."""
+        context = _context(SSL.TLS_CLIENT_METHOD)
+        context.set_options(SSL.OP_NO_TICKET)
+        context.set_verify(SSL.VERIFY_PEER, None)
+        store = context.get_cert_store()
         if store is None:
             raise ValueError("no certificate store")
-        for root in dict.fromkeys(roots):
-            store.add_cert(crypto.X509.from_cryptography(root))
+        for root in self._roots:
+            store.add_cert(root)
+        return context
 
-    def connect(self, host: str, alpn: list[bytes]) -> SSL.Connection:
-        """Return a connection before its handshake, which accepts only a certificate for `host`."""
-        connection = SSL.Connection(self._context)
+    def connect(self, host: str, alpn: list[bytes], presented: Presented | None = None) -> SSL.Connection:
+        """Return a connection before its handshake, which accepts only a certificate for `host`.
+
+        Args:
+            presented: presented if the server asks for a client certificate. Its context ends with the connection.
+        """
+        context = self._context
+        if presented is not None:
+            context = self._verifying()
+            leaf, *others = presented.certificate.chain
+            context.use_certificate(leaf)
+            context.use_privatekey(presented.certificate.key)
+            for other in others:
+                context.add_extra_chain_cert(other)
+        connection = SSL.Connection(context)
         name = host.encode("ascii")
         lib: Any = SSL._lib  # type: ignore[attr-defined]  # pyOpenSSL has no public call for host verification
         parameters = lib.SSL_get0_param(connection._ssl)

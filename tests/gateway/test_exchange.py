@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ from tests.gateway.exchange_cases import (
 )
 from vault.secret import Secret
 
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
 DESTINATION = (HOST, 443, b"https")
 ROUTE = Route("198.51.100.7", HOST)
 PARTS = RequestParts(11, b"GET", b"/v1", b"", b"", ((b"Host", HOST.encode()),))
@@ -65,7 +67,7 @@ def ended[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 def session_of(ports: Ports, now: Callable[[], float] = lambda: 0.0) -> Session:
-    effects = Effects(ports, ports, ports, ports, ports.ledger, Admission(now), now)
+    effects = Effects(ports, ports, ports, ports, ports.ledger, Admission(now), now, lambda: NOW)
     origin = Origin(FlowFacts(HOST, 443, Scheme.HTTPS), "f1", "203.0.113.9", ("192.0.2.2", 40000), "pure")
     session = Session(origin, effects, KnownPatterns(), MAX_DECODED, MAX_BODY)
 

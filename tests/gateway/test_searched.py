@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import pytest
 
@@ -157,6 +158,7 @@ def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) 
         disclosures=ledger or Ledger.fresh(),
         admission=Admission(lambda: 0.0),
         clock=lambda: 0.0,
+        date=lambda: datetime(2026, 1, 2, tzinfo=UTC),
     )
     return SearchedSecrets(HOST, effects, KnownPatterns())
 

@@ -12,6 +12,7 @@ from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.pool import Carried, Place, Pool, Pooled
 from gateway.engines.port import InspectedFlow, describe
 from gateway.exchange import Session
+from gateway.presented import Presented
 from gateway.tls.contexts import peer_name
 from gateway.verdicts import Injected, Route
 from policy.facts import Scheme
@@ -70,8 +71,10 @@ class Servers:
         self._enter(server.connection)
         return server.route
 
-    async def get(self, injected: Injected) -> ServerConnection:
+    async def get(self, injected: Injected, presented: Presented | None) -> ServerConnection:
         """Return the reserved connection for a request with these secrets; open one if there is none.
+
+        A new connection presents the client certificate among them, and carries requests with these secrets only.
 
         A reserved connection is not used if the server has ended it or has sent bytes, if it carried another value of
         a secret, or if policy, roots or secrets changed.
@@ -84,7 +87,7 @@ class Servers:
         carried, server = self._pool.carried(injected), self._current
         if server is not None and not self._usable(server, carried):
             self.leave()
-        server = self._current = self._current or await self._connect()
+        server = self._current = self._current or await self._connect(presented)
         server.carried = carried
         return server
 
@@ -136,7 +139,7 @@ class Servers:
         self.connections = [one for one in self.connections if not one.is_closed]
         self.connections.append(connection)
 
-    async def _connect(self) -> ServerConnection:
+    async def _connect(self, presented: Presented | None) -> ServerConnection:
         flow, shared, revision = self._flow, self._shared, self._pool.revision
         seconds = shared.limits.handshake_seconds
         try:
@@ -150,7 +153,10 @@ class Servers:
         if self._session.over:
             writer.close()
             raise ConnectionAbortedError
-        tls = shared.upstream.connect(flow.host, [b"http/1.1"]) if flow.scheme is Scheme.HTTPS else None
+        https = flow.scheme is Scheme.HTTPS
+        if presented is not None and not https:
+            raise RuntimeError("a client certificate without TLS")
+        tls = shared.upstream.connect(flow.host, [b"http/1.1"], presented) if https else None
         connection = await BufferedConnection.over(reader, writer, BUFFER, self._moved, tls=tls)
         self._enter(connection)
         if tls is None:

@@ -187,7 +187,7 @@ class Transaction:
         """Send the request and read the head of its response; return the server that gave it."""
         again = self._outgoing.done and self._request.parts.method in _REPEATABLE
         while True:
-            server = await self._servers.get(forward.injected)
+            server = await self._servers.get(forward.injected, forward.presented)
             with self._waiting():
                 await self._exchange.connection(server.route)
             if sent.binds:

@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 
 from mitmproxy import flow as mitm_flow
 from mitmproxy.connection import Client, Connection, ConnectionState
+from mitmproxy.http import HTTPFlow
 from mitmproxy.proxy import commands, events, server, server_hooks
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers.http import _http2
@@ -31,7 +32,7 @@ from gateway.engines.engine import Shared
 from gateway.engines.mitm import options
 from gateway.engines.mitm.gate import ENGINE, Gate, Sentinel
 from gateway.engines.mitm.layers import OrderlyClientTls, RootLayer, StrictHttpLayer
-from gateway.engines.mitm.pin import Pin
+from gateway.engines.mitm.pin import Pin, presented_for
 from gateway.engines.port import InspectedFlow, describe
 from gateway.exchange import Session
 from gateway.splice import reset
@@ -405,11 +406,16 @@ class FlowConnection(server.ConnectionHandler):
     def on_tls_start_server(self, data: TlsData) -> None:
         if data.conn.sni != self._flow.host or data.is_dtls:
             raise RuntimeError("the upstream handshake is for another host than the flow's")
-        data.ssl_conn = self._shared.upstream.connect(self._flow.host, [b"h2", b"http/1.1"])
+        presented = self._pin.presented.get(data.conn)
+        data.ssl_conn = self._shared.upstream.connect(self._flow.host, [b"h2", b"http/1.1"], presented)
 
     def on_tls_established_server(self, data: TlsData) -> None:
         if data.ssl_conn is None or not verified(data.ssl_conn):
             raise RuntimeError("the upstream certificate was not verified")
+
+    def on_sallyport_route(self, flow: mitm_flow.Flow) -> None:
+        if not isinstance(flow, HTTPFlow) or self._pin.presented.get(flow.server_conn) != presented_for(flow):
+            raise RuntimeError("a request on a connection with another client certificate")
 
     def on_server_connect(self, _data: server_hooks.ServerConnectionHookData) -> None:
         raise RuntimeError("mitmproxy opened a connection by itself")

@@ -19,12 +19,14 @@ from mitmproxy.http import HTTPFlow
 from gateway import pages
 from gateway.engines.bodies import BodyRefused, Collected
 from gateway.engines.engine import Shared
+from gateway.engines.mitm.pin import PRESENTED, presented_for
 from gateway.engines.port import InspectedFlow
 from gateway.exchange import HTTP2, Exchange, Session
+from gateway.presented import presented_plans
 from gateway.tls.contexts import certified
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts
-from gateway.verdicts import Answer, Collect, Forward, ForwardHead, Origin, ResponseHead, Route
+from gateway.verdicts import Answer, Collect, Forward, Origin, ResponseHead, Route
 from policy.facts import FlowFacts
 from policy.injection import SecretPlan
 
@@ -44,7 +46,8 @@ class Gate:
         self._bodies = shared.bodies
         self._collected: dict[str, Collected] = {}
         self._host = flow.host
-        self._server: Server | None = None
+        self._server: tuple[Server, frozenset[SecretPlan]] | None = None
+        """The connection of the last request, and the plan of the client certificate that it presents."""
 
     # Properties and methods for the connection.
 
@@ -139,10 +142,12 @@ class Gate:
             _answer(flow, verdict)
         flow.metadata[STAMP] = exchange
 
-    def _open_route(self, _plans: frozenset[SecretPlan]) -> Route | None:
+    def _open_route(self, plans: frozenset[SecretPlan]) -> Route | None:
         """Return the open connection for the next request, None if there is none."""
-        server = self._server
-        return self._route(server) if server is not None and server.connected else None
+        if self._server is None:
+            return None
+        server, presented = self._server
+        return self._route(server) if server.connected and presented == presented_plans(plans) else None
 
     def _route(self, server: Server) -> Route:
         if server.peername is None:
@@ -156,14 +161,15 @@ class Gate:
             sent = exchange.request_chunk(data)
             return [sent] if sent else []
 
-        _set_head(flow, forward.head)
+        _set_head(flow, forward)
         flow.request.stream = stream
 
     async def sallyport_route(self, flow: HTTPFlow) -> None:
         """Record the connection before the request is sent on it."""
         exchange = _exchange(flow)
         await exchange.connection(self._route(flow.server_conn))
-        self._server = flow.server_conn
+        presented = presented_for(flow)
+        self._server = flow.server_conn, frozenset() if presented is None else frozenset({presented.plan})
         if flow.id in self._collected:
             exchange.request_chunk(flow.request.data.content or b"")
             self._release(flow.id)
@@ -182,7 +188,7 @@ class Gate:
             self._release(flow.id)
             _answer(flow, verdict)
         else:
-            _set_head(flow, verdict[0].head)
+            _set_head(flow, verdict[0])
             flow.request.data.content = verdict[1]
 
     async def responseheaders(self, flow: HTTPFlow) -> None:
@@ -267,7 +273,9 @@ def _fields(headers: http.Headers) -> Headers:
     return tuple((bytes(name), bytes(value)) for name, value in headers.fields)
 
 
-def _set_head(flow: HTTPFlow, head: ForwardHead) -> None:
+def _set_head(flow: HTTPFlow, forward: Forward) -> None:
+    head = forward.head
+    flow.metadata[PRESENTED] = forward.presented
     flow.request.data.path = head.target
     flow.request.data.authority = head.authority
     flow.request.headers = http.Headers(head.headers)

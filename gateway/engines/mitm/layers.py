@@ -32,7 +32,7 @@ from mitmproxy.proxy.utils import ReceiveBuffer
 from OpenSSL import SSL
 
 from gateway.engines.mitm.http2 import WINDOW, Acknowledge, StrictHttp2Client, StrictHttp2Server
-from gateway.engines.mitm.pin import Commands, Pin, RouteHook
+from gateway.engines.mitm.pin import Commands, Pin, RouteHook, presented_for
 
 MAX_BUFFER = 256 * 1024
 """The limit of unparsed bytes of one HTTP/1 connection to a server."""
@@ -326,9 +326,15 @@ class StrictHttpLayer(mitm_http.HttpLayer):
         if pinned != (self._pin.address, self._pin.tls, None, "tcp"):
             yield from self._reply(event, (None, "not the destination of this flow"))
             return
+        stream = self.command_sources[event]
+        if not isinstance(stream, StrictStream):
+            raise RuntimeError("a connection for no request")
+        presented = presented_for(stream.flow)
         if reuse:
             for connection in self.connections:
                 if not event.connection_spec_matches(connection) or connection.error:
+                    continue
+                if self._pin.presented.get(connection) != presented:
                     continue
                 if any(up.conn is connection and up.going_away for up in self._pin.upstreams):
                     continue
@@ -342,6 +348,10 @@ class StrictHttpLayer(mitm_http.HttpLayer):
         self._forget()
         context = self.context.fork()
         context.server = Server(address=self._pin.address, transport_protocol="tcp")
+        if presented is not None:
+            if not self._pin.tls:
+                raise RuntimeError("a client certificate without TLS")
+            self._pin.presented[context.server] = presented
         stack = tunnel.LayerStack()
         if self._pin.tls:
             context.server.sni = self._pin.facts.host
@@ -359,6 +369,7 @@ class StrictHttpLayer(mitm_http.HttpLayer):
             over = connection.state is ConnectionState.CLOSED and connection is not self.context.client
             if over and connection not in spoken_of and connection not in self.waiting_for_establishment:
                 del self.connections[connection]
+                self._pin.presented.pop(connection, None)
 
     def _reply(self, event: mitm_http.GetHttpConnection, reply: Any) -> Commands[None]:
         stream = self.command_sources.pop(event)

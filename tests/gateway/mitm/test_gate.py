@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import time
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 import pytest
 from mitmproxy import flow as mitm_flow
@@ -73,7 +74,9 @@ class Bench:
             clients=ClientContexts(),
             upstream=None,  # type: ignore[arg-type]
             known=KnownPatterns(),
-            effects=Effects(ports, ports, ports, ports, self.ledger, self.admission, time.monotonic),
+            effects=Effects(
+                ports, ports, ports, ports, self.ledger, self.admission, time.monotonic, lambda: datetime.now(UTC)
+            ),
             limits=self.limits,
             beat=lambda: None,
             pool=Pool(self.limits),

@@ -426,7 +426,7 @@ async def test_no_connection_is_used_without_an_allowed_request(site: Site, kept
     (servers_,) = servers(site)
     assert kept is (servers_.reserve(frozenset()) is not None)
     with pytest.raises(RuntimeError, match="a connection without an allowed request"):
-        await servers_.get(())
+        await servers_.get((), None)
     assert int(kept) == site.rig.dials
     await flow.end()
 
