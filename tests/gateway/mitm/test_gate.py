@@ -20,6 +20,7 @@ from mitmproxy.proxy.layers.http import _hooks
 from gateway.admission import Admission
 from gateway.budget import Over
 from gateway.effects import Effects
+from gateway.engines.bodies import Bodies
 from gateway.engines.engine import Http2Servers, Shared
 from gateway.engines.mitm.gate import STAMP, Gate, Sentinel
 from gateway.engines.pool import Pool
@@ -81,6 +82,7 @@ class Bench:
             beat=lambda: None,
             pool=Pool(self.limits),
             http2=Http2Servers(time.monotonic),
+            bodies=Bodies(self.limits),
         )
         self.gate = Gate(inspected, self.shared)
 
