@@ -22,6 +22,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"sallyport.dev/execd/internal/httpx"
@@ -166,6 +167,12 @@ func readMetadata(part *multipart.Part) (uploadMetadata, error) {
 		return metadata, fileError(httpx.CodeInvalidMetadata, "metadata path is empty")
 	}
 	return metadata, nil
+}
+
+// Put writes one file that only the daemon's user can read. It makes missing directories.
+func (f *Files) Put(path, content string) error {
+	mode := 600 // octal digits, as in a request
+	return f.store(strings.NewReader(content), uploadMetadata{&path, ownership{Mode: &mode}}, bufio.NewWriterSize(nil, uploadCopyBuffer))
 }
 
 func (f *Files) store(part io.Reader, metadata uploadMetadata, buffer *bufio.Writer) error {

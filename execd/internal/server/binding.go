@@ -16,7 +16,8 @@ package server
 //     helpers, and their changes of the EXECD_ENVS file. If a part of it does not end in time, the init fails.
 //   - A generation never decreases, except after a restore.
 //   - A daemon that awaits its first init starts neither hooks nor entrypoint before it. They begin once, the answer does
-//     not wait for them, and the init route is gone then.
+//     not wait for them, and the init route is gone then. The files that this init names are written before them; if one
+//     cannot be written, the init fails and nothing begins.
 
 import (
 	"encoding/json"
@@ -37,6 +38,9 @@ import (
 const initBodyLimit = 12 << 20
 
 const argumentsLimit = 256
+
+// filesLimit is the largest number of files of an init.
+const filesLimit = 64
 
 // Binding is the owner of this daemon: its launch, token and generation.
 type Binding struct {
@@ -164,6 +168,12 @@ type Beginning struct {
 	Entrypoint []string
 }
 
+// initFile is a file that an init names: its path, as for an upload, and its content.
+type initFile struct {
+	Path    string `json:"path"`
+	Content string `json:"content"`
+}
+
 type initRequest struct {
 	SandboxID            string             `json:"sandboxId"`
 	Generation           int64              `json:"generation"`
@@ -171,6 +181,7 @@ type initRequest struct {
 	Envs                 map[string]*string `json:"envs"`
 	Lifecycle            json.RawMessage    `json:"lifecycle"`
 	Entrypoint           []string           `json:"entrypoint"`
+	Files                []initFile         `json:"files"`
 	EntrypointPolicy     string             `json:"entrypointPolicy"`
 	PreserveRuntimeState bool               `json:"preserveRuntimeState"`
 
@@ -196,6 +207,9 @@ func (r *initRequest) check() error {
 	}
 	if len(r.Entrypoint) > argumentsLimit || len(r.Entrypoint) > 0 && r.Entrypoint[0] == "" || slices.ContainsFunc(r.Entrypoint, hasNUL) {
 		return errors.New("entrypoint needs a program, has too many arguments, or holds a NUL")
+	}
+	if len(r.Files) > filesLimit {
+		return errors.New("too many files")
 	}
 	r.variables = map[string]string{}
 	for name, value := range r.Envs {
@@ -261,8 +275,8 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	awaited := s.begin != nil && !s.begun
-	if !awaited && len(request.Entrypoint) > 0 {
-		httpx.WriteError(w, httpx.BadRequest("entrypoint is for a daemon that awaits its first init"))
+	if !awaited && len(request.Entrypoint)+len(request.Files) > 0 {
+		httpx.WriteError(w, httpx.BadRequest("entrypoint and files are for a daemon that awaits its first init"))
 		return
 	}
 	if err := s.hand(r, &request, of); err != nil {
@@ -270,6 +284,13 @@ func (s *Server) initialise(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if awaited {
+		for _, file := range request.Files {
+			if err := s.files.Put(file.Path, file.Content); err != nil {
+				s.log.Printf("init: a file cannot be written: %v", err)
+				httpx.WriteError(w, httpx.NewProblem(http.StatusUnprocessableEntity, httpx.CodeRuntime, "a file cannot be written: "+err.Error()))
+				return
+			}
+		}
 		s.begun = true
 		s.binding.withdraw()
 		if len(request.Entrypoint) == 0 {

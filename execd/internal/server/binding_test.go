@@ -2,6 +2,7 @@ package server
 
 import (
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 
@@ -97,10 +98,40 @@ func TestAnAwaitedInitBeginsOnceWithItsEntrypointAndHooksAndIsGoneThen(t *testin
 	testkit.Equal(t, 0, len(begun))
 }
 
+func TestTheFilesOfAnAwaitedInitExistBeforeTheEntrypointBegins(t *testing.T) {
+	f := newFixture(t)
+	auth, err := NewAuth(HashToken(testkit.Token), false)
+	testkit.Equal(t, nil, err)
+	home := t.TempDir()
+	begun := 0
+	f.server.begin = func(Beginning) {
+		begun++
+		info, err := os.Stat(home + "/made/.netrc")
+		testkit.Equal(t, nil, err)
+		testkit.Equal(t, "-rw-------", info.Mode().String())
+	}
+	f.server.binding, _ = NewBinding(auth, true, "")
+	body := func(path string) string {
+		return `{"sandboxId":"new","generation":1,"accessTokenHash":"sha256:` + HashToken(testkit.Token) + `","envs":{"HOME":"` + home +
+			`"},"files":[{"path":"` + path + `","content":"password a\n"}]}`
+	}
+	status, _ := f.Call("POST", "/internal/init", body("/proc/none/.netrc")) // cannot be written: nothing begins
+	testkit.Equal(t, "422 0", fmt.Sprint(status, " ", begun))
+	status, _ = f.Call("POST", "/internal/init", body("~/made/.netrc"))
+	testkit.Equal(t, "200 1", fmt.Sprint(status, " ", begun))
+	testkit.Equal(t, "password a\n", string(testkit.MustRead(t, home+"/made/.netrc")))
+	status, _ = f.Call("POST", "/internal/init", body("~/again")) // none is awaited any more
+	testkit.Equal(t, 404, status)
+	_, err = os.Stat(home + "/again")
+	testkit.Equal(t, true, os.IsNotExist(err))
+}
+
 func TestAnEntrypointIsRefusedWhereNoneIsAwaited(t *testing.T) {
 	f := newFixture(t)
 	f.server.binding, _ = NewBinding(Auth{}, true, "")
 	good := `{"sandboxId":"new","generation":1,"accessTokenHash":"sha256:` + HashToken("fresh") + `","entrypoint":["given"]}`
 	status, _ := f.Call("POST", "/internal/init", good)
+	testkit.Equal(t, 400, status)
+	status, _ = f.Call("POST", "/internal/init", strings.Replace(good, `"entrypoint":["given"]`, `"files":[{"path":"/a","content":""}]`, 1))
 	testkit.Equal(t, 400, status)
 }
