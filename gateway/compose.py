@@ -15,7 +15,7 @@ from gateway.inject import inject, inject_cookies, inject_query
 from gateway.substitute import TooMany
 from gateway.tls.hello import MAX_HEAD
 from gateway.translate import Headers, Translated
-from policy.injection import InjectionKind, InjectionPlan, SecretPlan, SubstitutionPlan, Surface
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan, SubstitutionPlan, Surface, basic_login
 from policy.paths import ambiguity
 from vault.secret import Secret
 
@@ -69,7 +69,8 @@ def found_in_head(translated: Translated, plans: Sequence[SubstitutionPlan]) -> 
             if substitute.takes_placeholders(name):
                 there = substitute.in_header(value, wanted)
                 found |= {plan for plan in plans if Surface.HEADER in plan.surfaces and plan.placeholder in there}
-    return frozenset(found)
+    logins = {_login(one) for one in translated.headers}
+    return frozenset(found | {plan for plan in plans if Surface.BASIC in plan.surfaces and plan.login in logins})
 
 
 def found_in_body(
@@ -116,6 +117,8 @@ def compose(
             query = substitute.replaced_in_target(query, values, MAX_HEAD)
         if values := _values(substituted, Surface.HEADER):
             headers = [_header(one, values, sensitive) for one in headers]
+        if logins := {plan.login: value for plan, value in substituted if Surface.BASIC in plan.surfaces}:
+            headers = [_with_password(one, logins, sensitive) for one in headers]
         if body is not None:
             body = _body(translated, body, _values(substituted, Surface.BODY), limit)
             headers = [one for one in headers if one[0].lower() not in _OF_BODY]
@@ -165,6 +168,22 @@ def _header(header: tuple[bytes, bytes], values: dict[str, str], sensitive: set[
     if replaced != value:
         sensitive.add(name.lower())
     return name, replaced
+
+
+def _login(header: tuple[bytes, bytes]) -> tuple[bytes, bytes] | None:
+    """Return the Basic login for the server, None if the header has none."""
+    name, value = header
+    return basic_login(value) if name.lower() == b"authorization" else None
+
+
+def _with_password(
+    header: tuple[bytes, bytes], logins: dict[tuple[bytes, bytes], Secret], sensitive: set[bytes]
+) -> tuple[bytes, bytes]:
+    login = _login(header)
+    if login is None or login not in logins:
+        return header
+    sensitive.add(b"authorization")
+    return header[0], substitute.replaced_password(header[1], logins[login].reveal())
 
 
 def _body(translated: Translated, body: bytes, values: dict[str, str], limit: int) -> bytes:

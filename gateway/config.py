@@ -3,6 +3,7 @@
 - A part that cannot be refuses the whole configuration. The worker keeps the one that it had.
 - Limits have defaults and bounds (`wire/gateway_limits.py`); a configuration can change them only within the bounds.
 - Values are frozen; a change is a new `GatewayConfig`.
+- The policy of a sandbox has forms of placeholders. Requests are decided with `resolved`, which has the sandbox's own.
 """
 
 import json
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from gateway.dns.queries import Upstream
+from gateway.placeholders import NONE, Placeholders
+from policy import placeholders
 from policy.compiled import CompiledPolicy
 from policy.names import InvalidName, canonical_host
 from wire.api.worker import Configure
@@ -59,25 +62,41 @@ class WorkerConstants:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """One sandbox's gateway, as configured."""
+    """One sandbox's gateway, as configured.
+
+    Attributes:
+        seed: of the sandbox's placeholders. A policy with placeholders needs one (ValueError).
+        resolved: the policy, with the placeholders of this sandbox.
+        known: the placeholders of this sandbox.
+    """
 
     sandbox: str
     generation: int
     policy: CompiledPolicy
     constants: WorkerConstants
+    seed: str = field(default="", repr=False)
+    resolved: CompiledPolicy = field(init=False, compare=False, repr=False)
+    known: Placeholders = field(init=False, compare=False, default=NONE)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "resolved", placeholders.resolve(self.policy, self.seed))
+        object.__setattr__(self, "known", Placeholders(placeholders.known(self.policy, self.seed)))
 
     @classmethod
     def of(cls, request: Configure, constants: WorkerConstants) -> "GatewayConfig":
         """Return what `request` says.
 
         Raises:
-            ConfigError: its policy is no compiled policy.
+            ConfigError: its policy is no compiled policy, or needs a seed.
         """
         try:
             policy = CompiledPolicy.from_json(json.loads(request.policy))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"policy is not a compiled policy: {type(error).__name__}") from error
-        return cls(request.sandbox, request.generation, policy, constants)
+        try:
+            return cls(request.sandbox, request.generation, policy, constants, request.seed)
+        except ValueError as error:
+            raise ConfigError(f"placeholders: {error}") from error
 
 
 def parse_upstream(item: str) -> Upstream:

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import ClassVar, Protocol
 
 from gateway.admission import Admission
+from gateway.placeholders import Placeholders
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
@@ -40,6 +41,10 @@ class Decider(Protocol):
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         """Return every secret that a request to this host can carry, with its binding. An exception means deny."""
+        ...
+
+    def placeholders(self) -> Placeholders:
+        """Return the placeholders of the sandbox. An exception means deny."""
         ...
 
 

@@ -46,6 +46,7 @@ from gateway import pages
 from gateway.client_credentials import GuardedRequest, guard
 from gateway.compose import Composed, compose, found_in_body, found_in_head, needs_body, split
 from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
+from gateway.placeholders import BodySearch, refusal
 from gateway.presented import KeptCertificate, Presented, presents, read
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
 from gateway.scrub.decode import decode
@@ -192,6 +193,10 @@ class Session:
         self.effects.recorder.note("request", "deny", rule=rule, reason=reason, **self.where, **more)
 
 
+class PlaceholderSent(Exception):
+    """The body of a request has a placeholder where no rule replaces it."""
+
+
 class _Stage(Enum):
     NEW = auto()
     JUDGING = auto()
@@ -240,6 +245,8 @@ class Exchange:
         self._page = b""
         self._scrubber: Scrubber | MessageScrubber | FrameScrubber | None = None
         self._client_frames: FrameReader | None = None
+        self._search: BodySearch | None = None
+        """Looks for placeholders in the request body. None if the sandbox has none."""
         self._started = 0.0
         self._bytes_up = 0
         self._bytes_down = 0
@@ -304,14 +311,22 @@ class Exchange:
             guarded: GuardedRequest | Deny = repeated.guarded
         else:
             guarded = guard(translated, decision)
+        known = effects.decider.placeholders()
         if isinstance(guarded, Deny):
-            return await self._deny(parts, translated, guarded)
+            stray = known.in_head(translated.target, translated.headers)
+            denied = guarded if stray is None else refusal(stray)
+            return await self._deny(parts, translated, denied, secret=stray)
         wait = effects.admission.retry_after()
         if wait is not None:
             return self._turn_away(parts, translated.facts, wait)
         over = effects.allowance.request()
         if over is not None:
             return await self._deny_over(parts, translated, over)
+        self._search = BodySearch(known) if known else None
+        if not guarded.allowed.plans:
+            stray = known.in_head(guarded.translated.target, guarded.translated.headers)
+            if stray is not None:
+                return await self._deny(parts, translated, refusal(stray), secret=stray)
         pending = _Pending(parts, translated, decision, guarded, reserve)
         if needs_body(guarded.translated, guarded.allowed.substitutions, http2=self._http2):
             return self._collect(pending)
@@ -503,6 +518,10 @@ class Exchange:
                     self._check(plan, value)
                 injected.append((plan, value))
             composed = self._composed(translated, tuple(injected), body)
+            known = effects.decider.placeholders()
+            stray = known.in_head(composed.target, composed.headers) or known.in_bytes(composed.body or b"")
+            if stray is not None:
+                return await self._deny(parts, translated, refusal(stray), secret=stray)
             for use in repeated.uses:
                 await use.accept()
             await session.searched.learn()
@@ -576,9 +595,11 @@ class Exchange:
         return text
 
     def _missed(self, repeated: _Repeated, body: bytes | None) -> None:
-        """Record the substitutions whose placeholder is absent."""
+        """Record the substitutions whose placeholder is absent. A program need not send what the sandbox was given."""
         translated, allowed = repeated.guarded.translated, repeated.guarded.allowed
         for plan in repeated.missed:
+            if plan.issued:
+                continue
             unread = body is None and Surface.BODY in plan.surfaces and body_form(translated.headers) is None
             reason = "the body is of a kind in which placeholders are not replaced" if unread else "no placeholder"
             fields = self._fields(translated.facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
@@ -623,8 +644,17 @@ class Exchange:
         self._route = route
 
     def request_chunk(self, data: bytes) -> bytes:
-        """Return the bytes to send for this chunk of the request body: all of it."""
+        """Return the bytes to send for this chunk of the request body: all of it.
+
+        Raises:
+            Exception: the flow must end; nothing of this chunk may be sent.
+        """
         self._require(self.allowed and self._stage is not _Stage.FORWARDED)
+        stray = None if self._search is None else self._search.find(data)
+        if stray is not None:
+            denied = refusal(stray)
+            self.session.deny(denied.rule, denied.reason, secret=stray)
+            raise PlaceholderSent
         self._bytes_up += len(data)
         return data
 

@@ -25,6 +25,7 @@ from gateway.budget import Budget
 from gateway.config import GatewayConfig
 from gateway.described import of_address, of_policy
 from gateway.effects import Recorder, SecretRefused, SecretsSuspended
+from gateway.placeholders import NONE, Placeholders
 from gateway.state import WorkerState
 from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import CompiledPolicy, SecretAt, secrets_to
@@ -65,13 +66,13 @@ class PolicyDecider:
         config = self._state.config
         if config is None:
             return Deny("unconfigured", "no policy is active yet")
-        if config.policy is not self._policy:
-            self._begin(config.policy)
+        if config.resolved is not self._policy:
+            self._begin(config.resolved)
         if self._last is not None and self._last[0] is facts:
             return self._last[1]
         decision = self._kept.get(facts)
         if decision is None:
-            decision = decide_request(config.policy, facts)
+            decision = decide_request(config.resolved, facts)
             if len(facts.path) + len(facts.query) <= _MAX_KEPT_TARGET:
                 if len(self._kept) >= _KEPT:
                     self._kept.clear()
@@ -84,14 +85,18 @@ class PolicyDecider:
         config = self._state.config
         if config is None:
             return ()
-        if config.policy is not self._policy:
-            self._begin(config.policy)
+        if config.resolved is not self._policy:
+            self._begin(config.resolved)
         found = self._secrets.get(host)
         if found is None:
             if len(self._secrets) >= _KEPT:
                 self._secrets.clear()
-            found = self._secrets[host] = secrets_to(config.policy, host)
+            found = self._secrets[host] = secrets_to(config.resolved, host)
         return found
+
+    def placeholders(self) -> Placeholders:
+        """Return the placeholders of the sandbox."""
+        return NONE if self._state.config is None else self._state.config.known
 
     def _begin(self, policy: CompiledPolicy) -> None:
         """Forget what another policy said."""

@@ -60,7 +60,7 @@ def rehearse(constants: WorkerConstants) -> None:
 
 def _configure(constants: WorkerConstants) -> None:
     policy = json.dumps(_policy().to_json())
-    asked = {"sandbox": _SANDBOX, "generation": 1, "policy": policy}
+    asked = {"sandbox": _SANDBOX, "generation": 1, "policy": policy, "seed": "0" * 64}
     request = worker.CONTROL.read("configure", asked)
     if not isinstance(request, worker.Configure):
         raise TypeError("configure is another request")

@@ -11,6 +11,7 @@
 No error message contains a value.
 """
 
+import base64
 import codecs
 import json
 import re
@@ -20,6 +21,7 @@ from functools import lru_cache
 from urllib.parse import quote, quote_plus
 
 from gateway.translate import Headers
+from policy.injection import basic_login
 
 MAX_MATCHES = 10_000
 """The limit of placeholders in one surface of a request."""
@@ -127,6 +129,19 @@ def replaced_in_header(text: bytes, values: Mapping[str, str], limit: int) -> by
             raise ValueError("the secret has blanks at its edge or is not ASCII, so it cannot be sent in a header")
         encoded[placeholder] = value.encode("ascii")
     return _spliced(text, _plain(text, frozenset(values)), encoded, limit)
+
+
+def replaced_password(text: bytes, value: str) -> bytes:
+    """Return the value of a header with a Basic login, with another password.
+
+    Raises:
+        ValueError: the value must not be sent there, or there is no Basic login.
+    """
+    found = basic_login(text)
+    if found is None:
+        raise ValueError("there is no Basic login")
+    password = _lines({"": value})[""].encode("utf-8")
+    return b"Basic " + base64.b64encode(found[0] + b":" + password)
 
 
 def replaced_in_body(form: BodyForm, body: bytes, values: Mapping[str, str], limit: int) -> bytes:

@@ -252,6 +252,7 @@ class Worker:
         except AuditUnavailable as error:
             raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the change could not be recorded") from error
         self._state.config = config
+        self._names.placeholders = config.known
         put_in_place()
         self._resolver.discard()
         self._resolver.set_upstreams(config.constants.dns_upstreams)

@@ -120,12 +120,12 @@ class Hostd(Daemon):
         """Return names of the host's images, the configured ones first. The number is limited."""
         return (await self.ask(hostd.Images())).images
 
-    async def launch(self, launch: hostd.Launch) -> str:
-        """Start a sandbox and return the digest of its policy. After a refusal nothing of it is left."""
-        return (await self.ask(launch, LAUNCH_TIMEOUT)).digest
+    async def launch(self, launch: hostd.Launch) -> hostd.PolicyInForce:
+        """Start a sandbox and return its policy. After a refusal nothing of it is left."""
+        return await self.ask(launch, LAUNCH_TIMEOUT)
 
-    async def configure(self, sandbox: str, selection: Selection, *, decided: bool) -> str:
-        """Give a sandbox's gateway another policy; return the digest of the policy that is then in force.
+    async def configure(self, sandbox: str, selection: Selection, *, decided: bool) -> hostd.PolicyInForce:
+        """Give a sandbox's gateway another policy; return the policy that is then in force.
 
         hostd compiles it under the operator's document of that moment.
 
@@ -133,7 +133,7 @@ class Hostd(Daemon):
             decided: it is to be in force in any case. A gateway that is replaced in the meantime starts with it.
                 Otherwise a gateway that does not confirm it keeps, or is replaced with, the former policy.
         """
-        return (await self.ask(hostd.Configure(sandbox, selection.to_text(), decided))).digest
+        return await self.ask(hostd.Configure(sandbox, selection.to_text(), decided))
 
     async def policy(self, sandbox: str) -> str:
         """Return the digest of the policy that a sandbox's worker has confirmed, or an empty text."""

@@ -29,6 +29,8 @@ MAX_PLACES = 8192
 MAX_SUBSTITUTIONS = 32
 """The limit of substitutions of one binding."""
 DEFAULT_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_SURFACES = {one.value: one for one in Surface if one is not Surface.BASIC}
+"""The surfaces of the contract."""
 _DEFAULTS = {"schemes": ("https",), "methods": DEFAULT_METHODS, "paths": ("/*",)}
 INLINE = "inline:"
 
@@ -403,8 +405,8 @@ def _substitution(value: object, position: int, path: Path) -> ApiSubstitution:
 def _surface(value: object, which: str) -> Surface:
     text = value.strip().lower() if isinstance(value, str) else str(value)
     try:
-        return Surface(text)
-    except ValueError:
+        return _SURFACES[text]
+    except KeyError:
         raise ApiPolicyError(f"{which} has unsupported target surface {json.dumps(text[:100])}") from None
 
 

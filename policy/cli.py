@@ -23,6 +23,7 @@ from policy.explain import Bounds, Form
 from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
+from policy.placeholders import provisions_of
 from policy.problems import PolicyError, meant
 
 OK, DENIED, WRONG = 0, 1, 2
@@ -62,6 +63,8 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
         for rule in policy.rules:
             if rule.plans or rule.client_credentials is not None:
                 print(f"    client credentials in {rule.id}: {rule.client_credentials or document.client_credentials}")
+        for given in provisions_of(policy):
+            print(f"    gives {given.kind} {given.name} with a placeholder of secret {given.secret}")
     if stored is not None and stored.unknown:
         print(f"  secrets: not checked: {stored.unknown}")
     for remark in document.remarks:

@@ -7,7 +7,8 @@ slots. Otherwise code in the sandbox could use an allowed host under another acc
 - `examine` finds the slots of a request that no secret of this request owns, and handles each one. It does not judge
   values: each value in such a slot counts, whatever its scheme.
 - A slot that a secret owns is left to the injection, which removes what the client sent there. A slot with nothing but
-  a placeholder of the request, or the name of a scheme before it, has no credential of the client.
+  a placeholder of the request, or the name of a scheme before it, has no credential of the client. Neither has a Basic
+  login with the user name of the rule and its placeholder.
 - All bytes of the request that are not stripped stay as they are.
 - No result contains a value or a query. Of the client's text it has the names of headers only.
 
@@ -21,7 +22,7 @@ from enum import StrEnum
 from urllib.parse import unquote_to_bytes
 
 from policy.credential_names import compact_key, is_credential_header, query_slot
-from policy.injection import InjectionPlan, SecretPlan, Surface, header_name
+from policy.injection import InjectionPlan, SecretPlan, Surface, basic_login, header_name
 
 RULE = "client-credentials"
 """The rule of a refusal in the log."""
@@ -166,11 +167,14 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What the secrets of a request own: slots, and the placeholders that become secrets in headers and the query."""
+    """What the secrets of a request own: slots, the placeholders that become secrets in headers and the query, and the
+    Basic logins whose password becomes one.
+    """
 
     slots: frozenset[str] = frozenset()
     in_headers: frozenset[bytes] = frozenset()
     in_query: frozenset[str] = frozenset()
+    logins: frozenset[tuple[bytes, bytes]] = frozenset()
 
     @classmethod
     def by(cls, plans: Iterable[SecretPlan]) -> "Owned":
@@ -178,6 +182,7 @@ class Owned:
         slots: set[str] = set()
         in_headers: set[bytes] = set()
         in_query: set[str] = set()
+        logins: set[tuple[bytes, bytes]] = set()
         for plan in plans:
             if isinstance(plan, InjectionPlan):
                 slots.add(plan.slot if ":" in plan.slot else f"header:{_folded(plan.slot)}")
@@ -186,7 +191,9 @@ class Owned:
                 in_headers.add(plan.placeholder.encode())
             if Surface.QUERY in plan.surfaces:
                 in_query.add(plan.placeholder)
-        return cls(frozenset(slots), frozenset(in_headers), frozenset(in_query))
+            if Surface.BASIC in plan.surfaces:
+                logins.add(plan.login)
+        return cls(frozenset(slots), frozenset(in_headers), frozenset(in_query), frozenset(logins))
 
 
 def examine(handling: ClientCredentials, owned: Owned, headers: Headers, query: str) -> Examined:
@@ -228,6 +235,8 @@ class _Examination:
 
     def _header_stays(self, name: str, value: bytes) -> bool:
         if self._owned.in_headers and _SCHEME.sub(b"", value) in self._owned.in_headers:
+            return True
+        if self._owned.logins and name == "authorization" and basic_login(value) in self._owned.logins:
             return True
         single = self._named.get(f"header:{name}")
         if single is None and not is_credential_header(name):

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 import wire
+from policy import placeholders
 from policy.api import ApiPolicyError
 from policy.document import PolicyDocument
 from policy.load import PolicyError
@@ -28,6 +29,7 @@ from policy.operator_file import OperatorFile
 from policy.rules import Ceiling
 from policy.selection import Selection
 from wire.api.compiler import CONTROL, Changed, Compile, CompiledText
+from wire.api.provided import NOTHING
 from wire.frames import FrameError, close_all, encode
 from wire.operations import parameters
 from wire.serving import handler
@@ -72,7 +74,7 @@ class Compiler:
     async def handle(self, _client: wire.Client, request: Compile, fds: list[int]) -> CompiledText:
         """Answer one request."""
         close_all(fds)
-        return self._compile(request.selection)
+        return self._compile(request.selection, request.seed)
 
     async def follow(self, client: wire.Client) -> None:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
@@ -83,7 +85,7 @@ class Compiler:
                 await client.tell(Changed())
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _compile(self, text: str) -> CompiledText:
+    def _compile(self, text: str, seed: str) -> CompiledText:
         self._file.reload()
         try:
             selection = json.loads(text)
@@ -93,7 +95,11 @@ class Compiler:
             policy, _ = Selection.from_json(selection).compiled(self._file.document)
         except ApiPolicyError as error:
             raise wire.RequestError(wire.Code.INVALID, f"selection: {error}"[:300]) from None
-        answer = CompiledText(json.dumps(policy.to_json()))
+        try:
+            provided = placeholders.provided(policy, seed) if seed else NOTHING
+        except ValueError as error:
+            raise wire.RequestError(wire.Code.INVALID, f"seed: {error}"[:300]) from None
+        answer = CompiledText(json.dumps(policy.to_json()), provided)
         try:
             encode({"id": _LONGEST_ID, "ok": parameters(answer)}, wire.WHOLE)
         except FrameError:

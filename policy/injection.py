@@ -168,16 +168,27 @@ class Surface(StrEnum):
     QUERY = "query"
     HEADER = "header"
     BODY = "body"
+    BASIC = "basic"
+    """The whole password of a Basic login. Only rules of the operator's file name it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubstitutionPlan:
-    """One secret to put in place of each copy of a placeholder, on these surfaces of a request."""
+    """One secret to put in place of each copy of a placeholder, on these surfaces of a request.
+
+    Attributes:
+        username: of the Basic login whose password is replaced, empty without that surface. With another user name a
+            server could take the name itself for a credential.
+        issued: the identity of the provision that gives the placeholder to the sandbox, empty if the caller chose it.
+            `placeholder` is then a form, until `placeholders.resolve` replaces it.
+    """
 
     binding: str
     secret: str
     placeholder: str
     surfaces: tuple[Surface, ...]
+    username: str = ""
+    issued: str = ""
 
     def __post_init__(self) -> None:
         if not self.placeholder.strip() or len(self.placeholder) > MAX_PLACEHOLDER or not _is_clean(self.placeholder):
@@ -186,6 +197,15 @@ class SubstitutionPlan:
             )
         if not self.surfaces or len(set(self.surfaces)) != len(self.surfaces):
             raise ValueError("a substitution needs surfaces, each once")
+        if (Surface.BASIC in self.surfaces) is not bool(self.username):
+            raise ValueError("a substitution in a Basic login, and no other, has a username")
+        if ":" in self.username or not _is_clean(self.username):
+            raise ValueError("a username has no colon and no control character")
+
+    @property
+    def login(self) -> tuple[bytes, bytes]:
+        """User name and password of the Basic login in which the plan replaces the password."""
+        return self.username.encode("utf-8"), self.placeholder.encode("utf-8")
 
     @property
     def kind(self) -> str:
@@ -195,17 +215,18 @@ class SubstitutionPlan:
     @property
     def slot(self) -> str:
         """The place that the plan names; other plans can name the same placeholder on other surfaces."""
-        return f"placeholder:{self.placeholder}"
+        return f"placeholder:{self.issued or self.placeholder}"
 
     @property
     def place(self) -> str:
         """The place in words."""
-        return f"placeholder {self.placeholder!a} in {', '.join(self.surfaces)}"
+        named = self.issued.rpartition(":")[0] or ascii(self.placeholder)
+        return f"placeholder {named} in {', '.join(self.surfaces)}"
 
     def collides(self, other: "SubstitutionPlan") -> bool:
         """Whether both put different secrets in place of one placeholder on one surface."""
         return (
-            self.placeholder == other.placeholder
+            (self.placeholder, self.issued) == (other.placeholder, other.issued)
             and self.secret != other.secret
             and not set(self.surfaces).isdisjoint(other.surfaces)
         )
@@ -224,6 +245,19 @@ def collide(one: SecretPlan, other: SecretPlan) -> bool:
             return one.collides(other)
         case _:
             return False
+
+
+def basic_login(value: bytes) -> tuple[bytes, bytes] | None:
+    """Return user name and password of a header's value with a Basic login; None for any other value."""
+    scheme, _, encoded = value.partition(b" ")
+    if scheme.lower() != b"basic":
+        return None
+    try:
+        text = base64.b64decode(encoded.strip() + b"==")  # some programs leave the padding out
+    except ValueError:
+        return None
+    user, colon, password = text.partition(b":")
+    return (user, password) if colon else None
 
 
 def header_name(text: str) -> str:

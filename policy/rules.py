@@ -20,6 +20,7 @@ from policy.facts import Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern, is_local_name
 from policy.paths import STRICT, Leniency, PathPattern, readings
+from policy.provision import Provision
 
 MAX_RULES = 4096
 _KNOWN_HOSTS = 256
@@ -112,6 +113,7 @@ class Rule:
     `schemes` limit a deny rule without ports: it covers every port with one of these schemes. `permits` has the forms
     of a path that requests of the rule may have although servers read them in two ways. `client_credentials` handles
     credentials that the client itself sends.
+    `provisions` are what the sandbox gets for the secrets of the rule.
     """
 
     id: str
@@ -127,6 +129,7 @@ class Rule:
     substitutions: tuple[SubstitutionPlan, ...] = ()
     permits: Leniency = STRICT
     client_credentials: ClientCredentials | None = None
+    provisions: tuple[Provision, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schemes and (self.action is Action.ALLOW or self.endpoints):
@@ -141,6 +144,8 @@ class Rule:
                 raise ValueError(f"rule {self.id!a}: {method!a} is not a method")
         if self.addresses and (self.inspects or self.permits != STRICT):
             raise ValueError(f"rule {self.id!a}: what goes to a bare address cannot be inspected")
+        if not {one.secret for one in self.provisions} <= {plan.secret for plan in self.plans}:
+            raise ValueError(f"rule {self.id!a} provides a placeholder of a secret that it does not send")
         if self.plans and self.action is Action.DENY:
             raise ValueError(f"rule {self.id!a}: a deny rule injects nothing")
         if self.action is Action.DENY and not (self.permits == STRICT and self.client_credentials is None):

@@ -4,6 +4,8 @@
   Conflicts between rules are checked only if each rule is valid by itself.
 - An allow rule never spans names of different owners (`*.com`). A rule with a secret has exact hosts on https, or a
   pair that the operator has written into `plaintext_secrets`.
+- Rules that provide one variable agree about it, and rules that provide one file for one secret about the form of its
+  placeholder.
 - Two injections that can have one place in one request are refused, if this is certain. The others are denied at the
   request.
 
@@ -36,6 +38,17 @@ from policy.injection import (
 from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
 from policy.paths import Leniency, PathPattern, ambiguity, literal
 from policy.problems import PolicyError, Problems, meant
+from policy.provision import (
+    HOLE,
+    MARK,
+    MAX_PROVISIONS,
+    Provision,
+    ProvisionKind,
+    check_form,
+    check_path,
+    check_text,
+    check_variable,
+)
 from policy.rules import (
     ANY_PUBLIC,
     FORBIDDEN_METHODS,
@@ -85,6 +98,9 @@ _OF_ALLOW_RULES = ("inject", "substitutions", "client_credentials", *_LENIENCY)
 
 _NAMED_BY = {InjectionKind.API_KEY: "header", InjectionKind.QUERY: "name", InjectionKind.COOKIE: "name"}
 """The key that names the place of a kind. The others are sent in Authorization."""
+
+_PROVIDING = ("env", "file", "template", "form")
+"""The keys with which the sandbox gets a placeholder of its own."""
 
 type Mapping = dict[str, tuple[Node, Node]]
 
@@ -217,7 +233,9 @@ class _Reader:
         self._check_cycles(entries, policies)
         document = PolicyDocument(policies=MappingProxyType(policies))
         for name in policies:
-            self._check_injections([rule for source in document.lineage(name) for rule in source.rules])
+            rules = [rule for source in document.lineage(name) for rule in source.rules]
+            self._check_injections(rules)
+            self._check_provisions(rules)
         return policies
 
     def _attempted_policy(self, name: str, key: Node, node: Node, entries: Mapping) -> PolicySource:
@@ -283,7 +301,7 @@ class _Reader:
             "methods": lambda: self._list(keys, "methods", self._method),
             "paths": lambda: self._list(keys, "paths", self._path),
             "inspect": lambda: self._flag(keys, "inspect"),
-            "inject": lambda: self._injections("", keys["inject"][1]),
+            "inject": lambda: (self._injections("", keys["inject"][1]), self._provided(keys, "inject")),
             "substitutions": lambda: self._substitutions("", keys["substitutions"][1]),
             "client_credentials": lambda: self._client_credentials(keys["client_credentials"][1]),
             "encoded_slashes": lambda: self._permits(keys, "encoded_slashes"),
@@ -354,6 +372,7 @@ class _Reader:
                 substitutions,
                 Leniency(*(self._permits(keys, key) for key in _LENIENCY)),
                 self._client_credentials(keys["client_credentials"][1]) if "client_credentials" in keys else None,
+                (*self._provided(keys, "inject"), *self._provided(keys, "substitutions")),
             ),
         )
         self._rule_places[rule.id] = node
@@ -409,7 +428,7 @@ class _Reader:
         return tuple(plans.values())
 
     def _injection(self, binding: str, node: Node) -> InjectionPlan:
-        keys = self._mapping(node, "secret", "as", "header", "name", "username")
+        keys = self._mapping(node, "secret", "as", "header", "name", "username", *_PROVIDING)
         for key in ("secret", "as"):
             if key not in keys:
                 self._fail(node, f"inject needs `{key}`")
@@ -443,25 +462,42 @@ class _Reader:
             self._fail(node, f"a rule has more than {MAX_SUBSTITUTIONS} substitutions")
         plans: list[SubstitutionPlan] = []
         for item in items:
-            plan = self._substitution(binding, item)
-            for other in plans:
-                if other.placeholder == plan.placeholder and not set(other.surfaces).isdisjoint(plan.surfaces):
-                    self._fail(item, f"a second substitution of {plan.place}")
-            plans.append(plan)
+            for plan in self._substitution(binding, item):
+                for other in plans:
+                    if other.slot == plan.slot and not set(other.surfaces).isdisjoint(plan.surfaces):
+                        self._fail(item, f"a second substitution of {plan.place}")
+                plans.append(plan)
         return tuple(plans)
 
-    def _substitution(self, binding: str, node: Node) -> SubstitutionPlan:
-        keys = self._mapping(node, "secret", "placeholder", "in")
-        for key in ("secret", "placeholder", "in"):
+    def _substitution(self, binding: str, node: Node) -> tuple[SubstitutionPlan, ...]:
+        """Read one substitution: of a text that the policy names, or of each placeholder that the sandbox is given."""
+        keys = self._mapping(node, "secret", "placeholder", "in", "username", *_PROVIDING)
+        for key in ("secret", "in"):
             if key not in keys:
                 self._fail(node, f"a substitution needs `{key}`")
         secret = self._secret(keys["secret"][1])
-        placeholder = self._text(keys["placeholder"][1])
         surfaces = self._list(keys, "in", lambda item: self._choice(item, Surface))
-        plan = self._made(keys["placeholder"][1], lambda: SubstitutionPlan(binding, secret, placeholder, surfaces))
+        username = self._text(keys["username"][1]) if "username" in keys else ""
+        if (Surface.BASIC in surfaces) is not bool(username):
+            self._fail(node, "a substitution in `basic`, and no other, needs `username`")
+        provisions = self._provisions(node)
+        if ("placeholder" in keys) is bool(provisions):
+            self._fail(node, "a substitution needs `placeholder`, or else `env` or `file`")
+        if provisions:
+            return tuple(
+                self._made(
+                    node,
+                    lambda one=one: SubstitutionPlan(binding, secret, one.form, surfaces, username, one.identity),  # type: ignore[misc]
+                )
+                for one in provisions
+            )
+        placeholder = self._text(keys["placeholder"][1])
+        plan = self._made(
+            keys["placeholder"][1], lambda: SubstitutionPlan(binding, secret, placeholder, surfaces, username)
+        )
         if Surface.PATH in surfaces and (problem := ambiguity(f"/x{placeholder}x")) is not None:
             self._fail(keys["placeholder"][1], f"this placeholder is in no path that is allowed: {problem}")
-        return plan
+        return (plan,)
 
     def _secret(self, node: Node) -> str:
         secret = self._text(node)
@@ -497,6 +533,51 @@ class _Reader:
                 slots[slot] = handling
         return self._made(node, lambda: made(classes, slots, self._credentials))
 
+    # ---- what the sandbox is given
+
+    def _provided(self, keys: Mapping, name: str) -> tuple[Provision, ...]:
+        """Read what the items of `inject` or `substitutions` provide to the sandbox."""
+        if name not in keys:
+            return ()
+        node = keys[name][1]
+        items = node.value if isinstance(node.value, tuple) else (node,)
+        return tuple(one for item in items for one in self._provisions(item))
+
+    def _provisions(self, node: Node) -> tuple[Provision, ...]:
+        keys = node.value
+        if not isinstance(keys, dict) or "secret" not in keys:
+            return ()  # the item itself is refused
+        secret = self._secret(keys["secret"][1])
+        for key, needs in (("form", ("env", "file")), ("template", ("file",))):
+            if key in keys and not any(one in keys for one in needs):
+                self._fail(keys[key][0], f"`{key}` needs {' or '.join(f'`{one}`' for one in needs)}")
+        form = self._checked(keys["form"][1], check_form) if "form" in keys else HOLE
+        variables = self._variables(keys["env"][1]) if "env" in keys else {}
+        made = [Provision(secret, ProvisionKind.ENV, name, form, text) for name, text in variables.items()]
+        if "file" in keys:
+            if "template" not in keys:
+                self._fail(node, f"`file` needs `template`, its content with {MARK}")
+            path = self._checked(keys["file"][1], check_path)
+            text = self._checked(keys["template"][1], lambda text: check_text(ProvisionKind.FILE, text))
+            made.append(Provision(secret, ProvisionKind.FILE, path, form, text))
+        return tuple(made)
+
+    def _variables(self, node: Node) -> dict[str, str]:
+        if not isinstance(node.value, dict):
+            return {self._checked(node, check_variable): MARK}
+        if not node.value:
+            self._fail(node, "env is empty")
+        variables: dict[str, str] = {}
+        for name, (key, item) in node.value.items():
+            self._made(key, lambda name=name: check_variable(name))  # type: ignore[misc]
+            variables[name] = self._checked(item, lambda text: check_text(ProvisionKind.ENV, text))
+        return variables
+
+    def _checked(self, node: Node, check: Callable[[str], None]) -> str:
+        text = self._text(node)
+        self._made(node, lambda: check(text))
+        return text
+
     # ---- checks across rules
 
     def _check_cycles(self, entries: Mapping, policies: dict[str, PolicySource]) -> None:
@@ -531,6 +612,24 @@ class _Reader:
                                 f"this rule and {other.id} set {plan.place} of the same requests to {host.text}",
                             )
                     rivals.append((rule, plan))
+
+    def _check_provisions(self, rules: list[Rule]) -> None:
+        agreed: dict[tuple[str, ...], tuple[Rule, tuple[str, ...]]] = {}
+        every: set[Provision] = set()
+        for rule in rules:
+            for one in rule.provisions:
+                every.add(one)
+                place: tuple[str, ...] = (one.name,)
+                value: tuple[str, ...] = (one.secret, one.form, one.text)
+                if one.kind is ProvisionKind.FILE:
+                    place, value = (one.name, one.secret), (one.form,)
+                other, agreed_value = agreed.setdefault(place, (rule, value))
+                if agreed_value != value:
+                    self._fail(
+                        self._rule_places[rule.id], f"this rule and {other.id} provide {one.name} in different ways"
+                    )
+            if len(every) > MAX_PROVISIONS:
+                self._fail(self._rule_places[rule.id], f"more than {MAX_PROVISIONS} variables and files in one policy")
 
     # ---- values
 

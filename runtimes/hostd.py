@@ -426,7 +426,7 @@ class Host:
             case Launch():
                 return await self._launch(request)
             case Configure(sandbox, selection, decided):
-                return PolicyInForce(await self._parts()[1].configure(sandbox, selection, decided=decided))
+                return await self._parts()[1].configure(sandbox, selection, decided=decided)
             case Pause(sandbox):
                 await self._parts()[1].pause(sandbox)
                 return wire.Done()
@@ -528,7 +528,7 @@ class Host:
             raise wire.RequestError(wire.Code.INVALID, str(error)) from None
         _, sandboxes = self._parts()
         await self._watching.wait()
-        return PolicyInForce(await sandboxes.launch(launch))
+        return await sandboxes.launch(launch)
 
 
 async def run(config: HostConfig) -> int:

@@ -19,6 +19,7 @@ from runtimes.net.plan import PLAN
 from runtimes.spec import HostConfig
 from wire.api.compiler import Compile
 from wire.api.hostd import Launch
+from wire.api.provided import Provided
 from wire.api.zygote import Prepare
 
 type Policy = dict[str, Any]
@@ -61,8 +62,12 @@ class Operator:
         self._daemons = daemons
         self._roots = roots
 
-    async def compile(self, selection: str) -> Policy:
-        """Return the policy of a selection (JSON text) under the operator's document as it is now.
+    async def compile(self, selection: str, seed: str) -> tuple[Policy, Provided]:
+        """Return the policy of a selection (JSON text) under the operator's document as it is now, and what it
+        provides.
+
+        Args:
+            seed: of the sandbox's placeholders.
 
         Raises:
             wire.RequestError: there is none: `invalid`, `too_large`, or `unavailable` if the compiler does not
@@ -72,7 +77,7 @@ class Operator:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 await self._daemons.reachable("compiler")
             client = self._daemons.client("compiler")
-            answer = await client.ask(Compile(selection), timeout=COMPILE_SECONDS)
+            answer = await client.ask(Compile(selection, seed), timeout=COMPILE_SECONDS)
             policy = json.loads(answer.policy)
         except wire.FrameError:
             raise wire.RequestError(wire.Code.TOO_LARGE, "the policy is too large for the compiler") from None
@@ -87,7 +92,7 @@ class Operator:
             ) from None
         if not isinstance(policy, dict):
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the compiler's answer is no policy")
-        return policy
+        return policy, answer.provided
 
     def ca_bundle(self, root: str) -> str:
         """Return the trust anchors of the programs in a sandbox: the operator's roots, and the sandbox's own."""

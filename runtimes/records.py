@@ -1,7 +1,7 @@
 """The records of sandboxes. After a kill of hostd, the next hostd adopts or removes each sandbox by its record.
 
 - Each sandbox has one file, in a directory of root. It is replaced as a whole, before the step that it describes.
-- A record has no secret: it has a policy, names and numbers.
+- A record has no secret: it has a policy, names, numbers and the seed of the sandbox's placeholders.
 - A file that is not exactly a record counts as missing: its sandbox is removed, not adopted.
 
 Records are not synced to disk, because no sandbox survives a crash of the host.
@@ -40,6 +40,7 @@ class SandboxRecord(BaseModel):
     policy: str
     selection: str
     compiled: dict[str, Any]
+    seed: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
 
 
 class RecordStore:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ class HostSandbox:
     id: str
     generation: int
     runtime: Runtime
+    seed: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Of its placeholders, for its whole life: each of its workers gets it."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     slot: slots.Slot | None = None
     slot_index: int | None = None
@@ -75,6 +78,7 @@ class HostSandbox:
             policy=self.policy,
             selection=self.selection,
             compiled=self.compiled,
+            seed=self.seed,
         )
 
 

@@ -11,6 +11,8 @@
   bounded. A launch or removal that has begun is completed, also if its caller no longer waits.
 - A removal kills the worker first. This ends the traffic, also if another task holds the lock or another step fails.
   The removal then checks processes, inodes, mounts, control groups and files.
+- The seed of a sandbox's placeholders is made at its launch and is in its record: each of its workers gets it. A
+  sandbox that begins with a snapshot is a new one.
 - A worker that does not confirm a decided policy is killed after two seconds of its own time.
 - A capture for a snapshot does not hold the lock. A pause waits for its end, a removal cancels it.
 
@@ -57,7 +59,17 @@ from runtimes.sandbox import HostSandbox, as_refusal, describe
 from runtimes.spec import HostConfig, sandbox_users
 from runtimes.volumes import Staged, Volumes
 from runtimes.workers import NotAttached, WorkerIdentity, WorkerProcess, spawn_worker
-from wire.api.hostd import MOST_KEPT, HostSandboxState, Inspected, Launch, Printed, Removed, Runtime, SlotDescription
+from wire.api.hostd import (
+    MOST_KEPT,
+    HostSandboxState,
+    Inspected,
+    Launch,
+    PolicyInForce,
+    Printed,
+    Removed,
+    Runtime,
+    SlotDescription,
+)
 from wire.api.states import HostState
 
 _RESPAWN_BACKOFF = (0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 5.0, 10.0, 30.0)
@@ -147,8 +159,8 @@ class Sandboxes:
         self.gone: Callable[[], None] = lambda: None
         """Called after a sandbox was removed completely."""
 
-    async def launch(self, spec: Launch) -> str:
-        """Launch one sandbox. Return the digest of its policy when its container has started.
+    async def launch(self, spec: Launch) -> PolicyInForce:
+        """Launch one sandbox. Return its policy when its container has started.
 
         Raises:
             wire.RequestError: the launch failed; no part of the sandbox is left.
@@ -164,7 +176,7 @@ class Sandboxes:
         self._known[spec.sandbox] = sandbox
         return await self._endings.whole(self._make(sandbox, spec))
 
-    async def _make(self, sandbox: HostSandbox, spec: Launch) -> str:
+    async def _make(self, sandbox: HostSandbox, spec: Launch) -> PolicyInForce:
         async with sandbox.lock:
             try:
                 async with self._launching:
@@ -184,6 +196,7 @@ class Sandboxes:
             OSError: its ingress listener cannot be made; the sandbox was not adopted.
         """
         sandbox = HostSandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
+        sandbox.seed = record.seed
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.selection, sandbox.compiled, sandbox.policy = record.selection, record.compiled, record.policy
         sandbox.paused = self._pausing.was_paused(sandbox)
@@ -203,9 +216,10 @@ class Sandboxes:
     def _write_down(self, sandbox: HostSandbox) -> None:
         self._records.write(sandbox.record(self._config.uids.worker_base, self._rules))
 
-    async def _launch(self, sandbox: HostSandbox, spec: Launch) -> str:
+    async def _launch(self, sandbox: HostSandbox, spec: Launch) -> PolicyInForce:
         began = time.monotonic()
-        sandbox.selection, sandbox.compiled = spec.selection, await self._operator.compile(spec.selection)
+        compiled, provided = await self._operator.compile(spec.selection, sandbox.seed)
+        sandbox.selection, sandbox.compiled = spec.selection, compiled
         self._write_down(sandbox)
         # Gateway and container are made concurrently. The container cannot start without the plan.
         image = asyncio.create_task(self._image(spec), name=f"image-{spec.sandbox}")
@@ -232,7 +246,7 @@ class Sandboxes:
         }
         timing = {f"{name}_ms": round(value * 1000, 1) for name, value in seconds.items()}
         _log.info("launched %s on %s: %s", spec.sandbox, spec.runtime, json.dumps(timing))
-        return sandbox.policy
+        return PolicyInForce(sandbox.policy, provided)
 
     async def _image(self, spec: Launch) -> LocalImage:
         """Return the image of a launch, once: the vault learns of the image that the container is made of."""
@@ -309,7 +323,7 @@ class Sandboxes:
             if sandbox.paused:
                 await worker.pause()
             compiled = sandbox.compiled
-            sandbox.policy = await worker.configure(json.dumps(compiled), policy_digest(compiled))
+            sandbox.policy = await worker.configure(json.dumps(compiled), policy_digest(compiled), sandbox.seed)
             while guard != self._guard.lives:  # `guard_changed` informs the workers that exist already
                 guard = self._guard.lives
                 await worker.guarded(self._guard.pidfd)
@@ -446,8 +460,8 @@ class Sandboxes:
         workers = [sandbox.worker for sandbox in self._known.values() if sandbox.worker is not None]
         await asyncio.gather(*(worker.guarded(pidfd) for worker in workers))
 
-    async def configure(self, name: str, selection: str, *, decided: bool) -> str:
-        """Put another policy in force and return its digest. After a refusal the former policy stays in force.
+    async def configure(self, name: str, selection: str, *, decided: bool) -> PolicyInForce:
+        """Put another policy in force and return it. After a refusal the former policy stays in force.
 
         hostd records the policy after the worker has confirmed it. If a process dies meanwhile, one of the two policies
         is in force afterwards.
@@ -457,14 +471,16 @@ class Sandboxes:
         """
         sandbox = self._get(name)
         while True:
-            document, policy = self._documents, await self._operator.compile(selection)
+            document = self._documents
+            policy, provided = await self._operator.compile(selection, sandbox.seed)
             if decided:  # before the lock: a spawn can hold it
                 sandbox.selection, sandbox.compiled = selection, policy
             async with self._turn(sandbox, decided=decided):
                 if self._get(name) is not sandbox:  # it was removed and launched again
                     raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox is being removed")
                 if document == self._documents:
-                    return await self._put_in_force(sandbox, selection, policy, decided=decided)
+                    digest = await self._put_in_force(sandbox, selection, policy, decided=decided)
+                    return PolicyInForce(digest, provided)
 
     def document_changed(self) -> None:
         """Put the operator's new document in force in every sandbox. This does not depend on `serve`."""
@@ -491,7 +507,7 @@ class Sandboxes:
             if not sandbox.running:
                 return
             try:
-                policy = await self._operator.compile(sandbox.selection)
+                policy, _ = await self._operator.compile(sandbox.selection, sandbox.seed)
             except wire.RequestError as error:
                 if error.code == wire.Code.UNAVAILABLE:  # a new compiler reports its document
                     return
@@ -513,6 +529,7 @@ class Sandboxes:
             digest = await sandbox.worker.configure(
                 json.dumps(policy),
                 policy_digest(policy),
+                sandbox.seed,
                 _DECIDED_SECONDS if decided else _CONFIRM_SECONDS,
             )
         except wire.FrameError:

@@ -117,18 +117,19 @@ class WorkerProcess:
     def _page(self) -> bytes:
         return os.pread(self._ledger, _PAGE, 0)
 
-    async def configure(self, policy: str, digest: str, seconds: float = _CONFIGURE_SECONDS) -> str:
+    async def configure(self, policy: str, digest: str, seed: str, seconds: float = _CONFIGURE_SECONDS) -> str:
         """Give it a compiled policy (JSON text) and wait until it confirms it; return the confirmed digest.
 
         Args:
             digest: of the policy; the worker must confirm it.
+            seed: of the sandbox's placeholders.
             seconds: the limit, in the worker's own time (`liveness.within`).
 
         Raises:
             wire.RemoteError: it refused; the former policy stays in force.
             ConnectionError, TimeoutError: it has ended or does not answer, or confirms something else.
         """
-        request = worker.Configure(self.identity.sandbox, self.identity.generation, policy)
+        request = worker.Configure(self.identity.sandbox, self.identity.generation, policy, seed)
         answer = await within(self.pid, seconds, self.control.ask(request, timeout=None))
         if answer.digest != digest:
             raise ConnectionError("the worker confirmed something else")

@@ -4,7 +4,7 @@
 
 - Each address is one host with its own certificate; each request is noted before it is answered.
 - The Git host runs the unmodified `git http-backend`; the index implements PEP 503 and npm's protocol; both require
-  basic authentication.
+  basic authentication, or the password as a bearer token.
 - The API requires a bearer token. Like a careless upstream, it returns what it received, with the token.
 - The raw host accepts any bytes after a ClientHello (`raw_host`).
 - The attacker accepts and notes everything, on HTTPS, HTTP and several other ports.
@@ -193,8 +193,9 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = do_PATCH = _any
 
     def _authorised(self, account: str) -> bool:
-        expected = "Basic " + base64.b64encode(account.encode()).decode()
-        if self.headers.get("Authorization") == expected:
+        password = account.partition(":")[2]
+        expected = ("Basic " + base64.b64encode(account.encode()).decode(), f"Bearer {password}")
+        if self.headers.get("Authorization") in expected:
             return True
         self._reply(401, b"who are you?\n", WWW_Authenticate='Basic realm="bank"')
         return False

@@ -20,6 +20,7 @@ from typing import Any
 from gateway import worker, zygote
 from gateway.config import GatewayConfig, WorkerConstants
 from runtimes import hostd, operator
+from wire.api.provided import NOTHING, Provided
 from wire.api.worker import Configure
 
 LIMITS = "limits of the gateway"
@@ -29,12 +30,12 @@ LIMITS = "limits of the gateway"
 class Governed(operator.Operator):
     """A replacement for `runtimes.operator.Operator` that accepts compiled policies."""
 
-    async def compile(self, selection: str) -> operator.Policy:
+    async def compile(self, selection: str, seed: str) -> tuple[operator.Policy, Provided]:
         """Return the given policy with its limits as a member; compile any other selection."""
         given: dict[str, Any] = json.loads(selection)
         if "given" in given:
-            return {**given["given"], LIMITS: given["limits"]}
-        return await super().compile(selection)
+            return {**given["given"], LIMITS: given["limits"]}, NOTHING
+        return await super().compile(selection, seed)
 
 
 class Limited(GatewayConfig):

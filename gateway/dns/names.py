@@ -5,6 +5,7 @@
 - A name that policy contains literally can encode no data, so only the rate limits it. Below a wildcard, or where a
   default allows, also the length and number of labels, their entropy and the distinct names per hour are limited.
 - A counted name is not counted again within its hour, also not from another source.
+- A name with a placeholder of the sandbox is refused.
 - The number of distinct names is in the sandbox's ledger. Of the names of a former worker only the number is known. For
   the rest of their hour it counts against every zone.
 
@@ -15,6 +16,7 @@ import math
 from collections import Counter
 
 from gateway.ledger import Ledger
+from gateway.placeholders import NONE, RULE, Placeholders
 from policy.compiled import CompiledPolicy
 from policy.decision import Deny
 from policy.rules import Action, DnsSettings
@@ -29,9 +31,10 @@ _MAX_NAMES = 50_000
 
 
 class NameBudget:
-    """The budget of DNS names of one sandbox."""
+    """The budget of DNS names of one sandbox. `placeholders` are those of the sandbox; the worker sets them."""
 
     def __init__(self, ledger: Ledger) -> None:
+        self.placeholders: Placeholders = NONE
         self._ledger = ledger
         self._former, self._former_since = ledger.names, ledger.names_since
         self._tokens: float | None = None
@@ -54,7 +57,11 @@ class NameBudget:
         return wait
 
     def admit(self, policy: CompiledPolicy, host: str, now: float) -> Deny | None:
-        """Count a canonical name that policy allows. Return a denial if it exceeds a bound, otherwise None."""
+        """Count a canonical name that policy allows. Return a denial if it exceeds a bound or has a placeholder,
+        otherwise None.
+        """
+        if (secret := self.placeholders.in_name(host)) is not None:
+            return Deny(RULE, f"The name has the placeholder of secret {secret}.")
         zone = _zone(host, policy)
         if zone == host:
             return None

@@ -451,7 +451,7 @@ class Egress:
         hostd reads the operator's file itself, at another moment, so its document can differ from ours. Then the
         sandbox stays unsettled until both documents are the same.
         """
-        digest = await self._hostd.configure(row.id, compiled.selection, decided=decided)
+        digest = (await self._hostd.configure(row.id, compiled.selection, decided=decided)).digest
         if digest != compiled.digest:
             _log.info("the gateway of %s is under another document than ours; it is settled again", row.id)
         return digest == compiled.digest

@@ -22,6 +22,7 @@ from policy.compile import CompiledPolicy, Dropped, inspected, secrets_of
 from policy.decision import Deny, decide_name
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
+from policy.placeholders import provisions_of, variables_of
 from policy.selection import NOTHING, Selection
 from vault.grants import Grant
 
@@ -47,6 +48,16 @@ class Compiled:
         """Return the names for which the gateway needs certificates, or `*` for more than the vault's limit."""
         names = inspected(self.policy)
         return names if len(names) <= MAX_NAMES else ("*",)
+
+    @property
+    def provides(self) -> bool:
+        """Return whether the policy provides variables or files to the sandbox."""
+        return bool(provisions_of(self.policy))
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Return the names of the variables that the policy provides."""
+        return variables_of(self.policy)
 
     @property
     def digest(self) -> str:

@@ -1,4 +1,8 @@
-"""Hands an idle member of a pool to its owner: the first init of its execd, which then starts the entrypoint."""
+"""The first init of an execd that waits for it: execd then starts hooks and entrypoint.
+
+An idle member of a pool gets its owner so. A new sandbox gets the variables and files of its policy so: they are in no
+description of its container, and on disk only as the sandbox's own files.
+"""
 
 import asyncio
 import hashlib
@@ -6,20 +10,37 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from lifecycle.api.credentials import EXECD_HEADER
+from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.proxy.exchange import BrokenExchangeError, Connection
 from lifecycle.proxy.headers import EXECD_PORT
 from lifecycle.proxy.ingress import WayIn, dial
+from wire.api.provided import ProvidedFile
 
 _ANSWER_SECONDS = 10.0
 _GENERATION = 1
 
 
 class NotHandedOver(Exception):
-    """execd did not take the init. It is unknown whether the entrypoint starts."""
+    """execd did not take the init. It is unknown whether the entrypoint starts, except if it was `refused`."""
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
 
 
-async def hand_over(way: WayIn, sandbox: str, token: str, entrypoint: Sequence[str], env: Mapping[str, str]) -> None:
-    """Name the variables and the entrypoint of a member. Its token stays the same.
+async def hand_over(
+    way: WayIn,
+    sandbox: str,
+    token: str,
+    entrypoint: Sequence[str],
+    env: Mapping[str, str],
+    files: Sequence[ProvidedFile],
+) -> None:
+    """Name variables, files, hooks and entrypoint to an execd. Its token stays the same.
+
+    Args:
+        env: its `HOOKS_VARIABLE` has the hooks.
+        files: execd writes them first.
 
     Raises:
         NotHandedOver: also if a program runs in the sandbox already.
@@ -29,8 +50,10 @@ async def hand_over(way: WayIn, sandbox: str, token: str, entrypoint: Sequence[s
             "sandboxId": sandbox,
             "generation": _GENERATION,
             "accessTokenHash": f"sha256:{hashlib.sha256(token.encode()).hexdigest()}",
-            "envs": dict(env),
+            "envs": {name: value for name, value in env.items() if name != HOOKS_VARIABLE},
+            "lifecycle": json.loads(env.get(HOOKS_VARIABLE, "null")),
             "entrypoint": list(entrypoint),
+            "files": [{"path": file.path, "content": file.content} for file in files],
         }
     ).encode()
     headers = (
@@ -50,7 +73,7 @@ async def hand_over(way: WayIn, sandbox: str, token: str, entrypoint: Sequence[s
     except (OSError, TimeoutError, BrokenExchangeError) as error:
         raise NotHandedOver(type(error).__name__) from None
     if status != 200:
-        raise NotHandedOver(f"status {status}")
+        raise NotHandedOver(f"status {status}", refused=status == 422)
 
 
 async def _whole(body: bytes) -> AsyncIterator[bytes]:

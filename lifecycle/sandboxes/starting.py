@@ -46,8 +46,11 @@ class Starting:
         self._reached = reached
         self._seconds = seconds
 
-    async def wait(self, sandbox: str, *, started: bool) -> None:
+    async def wait(self, sandbox: str, *, started: bool, seconds: float | None = None) -> None:
         """Wait until the entrypoint was started, or only until execd serves: hooks before it can take hours.
+
+        Args:
+            seconds: another limit of this wait.
 
         Raises:
             ApiError: the entrypoint has ended with an error.
@@ -56,7 +59,7 @@ class Starting:
         loop = asyncio.get_running_loop()
         began = loop.time()
         look, pause = began + _LOOK_SECONDS, _FIRST_PAUSE
-        while loop.time() < began + self._seconds:
+        while loop.time() < began + (self._seconds if seconds is None else seconds):
             if await self._reached(sandbox) in enough:
                 return
             if loop.time() >= look:

@@ -7,6 +7,8 @@ retries until everything is removed.
 - The row is written before the first step. So a crash leaves rows, never a sandbox without a row.
 - A claim converts an idle member of a pool instead of a launch: its row, its grants, its policy, then its execd, which
   starts the entrypoint. If a step fails, the member is removed like a failed launch.
+- A sandbox whose policy provides variables or files waits for them: its execd gets them with its first init, and then
+  starts the entrypoint. hostd derives them. They are in no row, and a call that sets such a variable itself is refused.
 - A sandbox whose entrypoint cannot be started, or ends with an error before it was seen to run, was not created. The
   refusal has its exit code and the end of its output. An entrypoint after a hook is not waited for.
 - If the caller disconnects before the answer, the sandbox is removed. A caller that waits for longer than the limit
@@ -34,6 +36,7 @@ from lifecycle.api.errors import ApiError, busy, invalid, no_database, unavailab
 from lifecycle.api.models import HOOKS_VARIABLE
 from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explained
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
+from lifecycle.proxy.handover import NotHandedOver
 from lifecycle.sandboxes import volumes
 from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
@@ -49,11 +52,14 @@ from lifecycle.snapshots.errors import no_artifact
 from policy.problems import meant
 from runtimes.engine.trust import CA_VARIABLES
 from wire.api.hostd import Launch, Runtime
+from wire.api.provided import Provided, ProvidedFile
 
 _NAMED_IMAGES = 20
 _ABANDONED_SECONDS = 1.0
 _FIRST_LAUNCH_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60
+_SERVING_SECONDS = 60.0
+"""The wait for the execd of a sandbox that must get its placeholders."""
 _LATEST = 0.2
 """The weight of the latest launch in the average of their times."""
 
@@ -76,8 +82,8 @@ class CreationBounds:
     ceilings: Ceilings
 
 
-type HandOver = Callable[[str, str, Sequence[str], Mapping[str, str]], Awaitable[None]]
-"""Gives a member its owner's entrypoint and variables: sandbox, token, entrypoint, variables."""
+type HandOver = Callable[[str, str, Sequence[str], Mapping[str, str], Sequence[ProvidedFile]], Awaitable[None]]
+"""Gives a waiting execd what it starts with: sandbox, token, entrypoint, variables, files."""
 
 
 class Creation:
@@ -187,7 +193,7 @@ class Creations:
             row = self._row(self._new_id(), plan, compiled, key_label)
             self._making.add(row.id)
             try:
-                given = Given.of(plan.resources, plan.env)
+                given = Given.of(plan.resources, {**plan.env, **dict.fromkeys(compiled.variables, "")})
                 await self._registry.admit(row, self._bounds.sandboxes, self._bounds.ceilings, given)
             except BaseException:
                 self._making.discard(row.id)
@@ -240,9 +246,12 @@ class Creations:
 
     async def _admit(self, plan: Plan) -> Compiled:
         try:
-            return await self._policies.admit(plan.policy_name, plan.network_policy)
+            compiled = await self._policies.admit(plan.policy_name, plan.network_policy)
         except PolicyRefused as error:
             raise invalid(str(error)) from None
+        if both := sorted(compiled.variables & plan.env.keys()):
+            raise invalid(f"env: the policy provides {both[0]} with a placeholder, so a call cannot set it.")
+        return compiled
 
     def _ended(self, sandbox: str) -> None:
         self._creations.pop(sandbox, None)
@@ -395,12 +404,18 @@ class Creations:
             policy=compiled.digest,
         )
         env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
+        shown = {**env, **dict.fromkeys(compiled.variables, "")}
         with contextlib.suppress(RegistryError):  # Without this its output is not shown.
-            await self._registry.record(row.id, lambda history: history.handed_over(env))
+            await self._registry.record(row.id, lambda history: history.handed_over(shown))
         await self._vaultd.regrant(row.id, compiled.grants, compiled.names, metadata=row.metadata)
         in_force = await self._hostd.configure(row.id, compiled.selection, decided=False)
-        await self._hand_over(row.id, self._tokens.execd(row.id), plan.command, env)
-        return in_force
+        await self._begin_with(row, plan, env, in_force.provided)
+        return in_force.digest
+
+    async def _begin_with(self, row: Sandbox, plan: Plan, env: Mapping[str, str], provided: Provided) -> None:
+        """Let the execd of a sandbox start the entrypoint, with these variables and what its policy provides."""
+        both = {**env, **provided.variables}
+        await self._hand_over(row.id, self._tokens.execd(row.id), plan.command, both, provided.files)
 
     async def _start(self, row: Sandbox, plan: Plan, compiled: Compiled) -> str:
         await self._auditd.record(
@@ -429,7 +444,7 @@ class Creations:
             pids=plan.resources.pids,
             disk_bytes=plan.resources.disk_bytes,
             isolation=plan.isolation,
-            held=bool(plan.held_for),
+            held=bool(plan.held_for) or compiled.provides,
             ca_root=root_pem,
             execd_token_sha256=hashlib.sha256(self._tokens.execd(row.id).encode()).hexdigest(),
             selection=compiled.selection.to_text(),
@@ -437,11 +452,18 @@ class Creations:
             snapshot=row.snapshot,
         )
         try:
-            return await self._hostd.launch(launch)
+            in_force = await self._hostd.launch(launch)
         except wire.RemoteError as error:
             if row.snapshot is not None and error.code == wire.Code.UNKNOWN_IMAGE:
                 raise no_artifact(row.snapshot) from None
             raise
+        if launch.held and not plan.held_for:
+            await self._starting.wait(row.id, started=False, seconds=_SERVING_SECONDS)
+            hooks = {name: plan.env[name] for name in (HOOKS_VARIABLE,) if name in plan.env}
+            await self._begin_with(row, plan, hooks, in_force.provided)
+        elif in_force.provided and not launch.held:
+            raise unavailable("DOCKER::INITIALIZATION_ERROR", "The policy changed while the sandbox was being started.")
+        return in_force.digest
 
     async def _undo(self, row: Sandbox, failure: ApiError) -> None:
         creation = self._creations.get(row.id)
@@ -485,6 +507,9 @@ def _failure(error: Exception) -> ApiError:
             return error
         case RegistryError():
             return no_database()
+        case NotHandedOver(refused=True):
+            reason = "a file that the policy provides cannot be written in this image"
+            return ApiError(500, "DOCKER::SANDBOX_START_FAILED", f"Sandbox could not be started: {reason}.")
         case Unreachable(daemon="auditd"):
             return unavailable("AUDIT::UNAVAILABLE", "The audit log does not accept records.")
         case Unreachable():

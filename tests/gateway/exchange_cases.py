@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gateway.effects import Over, SecretRefused, SecretsSuspended
 from gateway.ledger import Ledger
+from gateway.placeholders import NONE, Placeholders
 from gateway.scrub.searched import MAX_PARTIAL
 from policy.client_credentials import DEFAULT, ClientCredentials, Handling
 from policy.compiled import SecretAt
@@ -68,6 +69,7 @@ class Ports(PlainForms):
     revoke: Callable[[], object] = lambda: None
     """Revokes the secret. The driver of a flow sets it."""
     ledger: Ledger = field(default_factory=Ledger.fresh)
+    known: Placeholders = NONE
 
     def _step(self, name: str) -> None:
         self.steps.append(name)
@@ -79,6 +81,9 @@ class Ports(PlainForms):
 
     def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
         return self.uses
+
+    def placeholders(self) -> Placeholders:
+        return self.known
 
     def request(self) -> Over | None:
         self._step("count")
@@ -159,6 +164,7 @@ class Case:
         page: a part of the body, if it is a page.
         whole: False if the flow ends within the response.
         denied: rules of the denials in the log.
+        known: the placeholders of the sandbox.
     """
 
     name: str
@@ -191,11 +197,12 @@ class Case:
     got_trailers: Fields = ()
     whole: bool = True
     denied: tuple[str, ...] = ()
+    known: Placeholders = NONE
 
     def ports(self) -> Ports:
         """Return ports that behave as the case specifies."""
         path = self.path.partition(b"?")[0].decode()
-        ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused, (path,))
+        ports = Ports(self.decision, self.uses, self.over, self.secret, self.refused, (path,), known=self.known)
 
         def act(number: int, _step: str) -> None:
             if number in self.during:
@@ -816,7 +823,8 @@ MAX_BODY = 2048
 
 
 def _substitution(*surfaces: Surface) -> SubstitutionPlan:
-    return SubstitutionPlan("api", "api-token", PLACEHOLDER, surfaces)
+    username = "me" if Surface.BASIC in surfaces else ""
+    return SubstitutionPlan("api", "api-token", PLACEHOLDER, surfaces, username)
 
 
 def _substituted(
@@ -1159,4 +1167,125 @@ PLACES = [
     ),
 ]
 
-CASES = [*REQUESTS, *UPGRADES, *RESPONSES, *GRPC_CALLS, *SUBSTITUTIONS, *PLACES]
+KNOWN = Placeholders({PLACEHOLDER: "api-token"})
+STRAY = ["decide", "count", "request deny"]
+
+
+def _basic(login: bytes) -> Fields:
+    return ((b"authorization", b"Basic " + base64.b64encode(login)),)
+
+
+def _stray(name: str, *, http2: bool = False, **more: object) -> Case:
+    """Return the case of a request with a placeholder to a host that no rule binds it to."""
+    given: dict[str, object] = {"decision": OPEN, "uses": (), "page": b"where no rule replaces it", **more}
+    return Case(name, STRAY, 403, http2=http2, known=KNOWN, denied=("placeholder",), **given)  # type: ignore[arg-type]
+
+
+ISSUED = [
+    _stray("a known placeholder in a query elsewhere", path=b"/v1?a=__TOKEN__"),
+    _stray("a known placeholder in a path elsewhere", path=b"/v1/a__TOKEN__"),
+    _stray("a known placeholder in a path elsewhere, over HTTP/2", path=b"/v1/a__TOKEN__", http2=True),
+    _stray("a known placeholder elsewhere, encoded", path=b"/v1?a=%5F%5fT%4fKEN__"),
+    _stray("a known placeholder in a header elsewhere", headers=((b"Cookie", b"a=1; b=__TOKEN__"),)),
+    _stray("a known placeholder in the name of a header", headers=((b"a__TOKEN__", b"1"),)),
+    _stray("a known placeholder in the password of a login elsewhere", headers=_basic(b"me:a__TOKEN__")),
+    _stray("a known placeholder in the user of a login elsewhere", headers=_basic(b"__TOKEN__:")),
+    Case(
+        "an unknown placeholder elsewhere is a text",
+        PLAIN_CONNECTED,
+        200,
+        decision=OPEN,
+        uses=(),
+        path=b"/v1?a=__OTHER__",
+        target=b"/v1?a=__OTHER__",
+        sent=(),
+        known=KNOWN,
+    ),
+    Case(
+        "a known placeholder in a header that an injection owns",
+        CONNECTED,
+        200,
+        headers=((b"x-api-key", b"__TOKEN__"),),
+        sent=INJECTED,
+        known=KNOWN,
+    ),
+    Case(
+        "a known placeholder beside the header that an injection owns",
+        [*ORDER[:4], "request deny"],
+        403,
+        headers=((b"x-api-key", b"__TOKEN__"), (b"x-other", b"__TOKEN__")),
+        known=KNOWN,
+        page=b"where no rule replaces it",
+        denied=("placeholder",),
+    ),
+    *(
+        _substituted(
+            f"a known placeholder as the password of a login over {'HTTP/2' if http2 else 'HTTP/1.1'}",
+            Surface.BASIC,
+            http2=http2,
+            headers=_basic(b"me:__TOKEN__"),
+            secret="a:b\u00e9-3v4l-UE_9~x",
+            sent=(*_basic("me:a:b\u00e9-3v4l-UE_9~x".encode()), *NO_BODY),
+            known=KNOWN,
+        )
+        for http2 in (False, True)
+    ),
+    *(
+        _substituted(
+            f"no password that is replaced: {name}",
+            Surface.BASIC,
+            headers=headers,
+            shown=403,
+            steps=[*MISSED[:3], "request deny"],
+            sent=None,
+            page=b"where no rule replaces it",
+            denied=("placeholder",),
+            known=KNOWN,
+        )
+        for name, headers in {
+            "the user": _basic(b"__TOKEN__:x"),
+            "that of another user": _basic(b"you:__TOKEN__"),
+            "a part of it": _basic(b"me:__TOKEN__x"),
+            "no login": ((b"authorization", b"Bearer __TOKEN__"),),
+            "another header": ((b"x-own", _basic(b"me:__TOKEN__")[0][1]),),
+        }.items()
+    ),
+    _substituted(
+        "a known placeholder on a surface and on another",
+        Surface.HEADER,
+        headers=((b"x-own", b"__TOKEN__"),),
+        path=b"/v1?a=__TOKEN__",
+        shown=403,
+        steps=[*ORDER[:4], "request deny"],
+        sent=None,
+        page=b"where no rule replaces it",
+        denied=("placeholder",),
+        known=KNOWN,
+    ),
+    _substituted(
+        "a known placeholder in a part of a body in which none is replaced",
+        Surface.BODY,
+        method=b"POST",
+        headers=JSON,
+        body=b'{"a": __TOKEN__}',
+        shown=403,
+        steps=[*WHOLE[:4], "request deny"],
+        sent=None,
+        page=b"where no rule replaces it",
+        denied=("placeholder",),
+        known=KNOWN,
+    ),
+    _substituted(
+        "a known placeholder in a body, replaced",
+        Surface.BODY,
+        method=b"POST",
+        headers=JSON,
+        body=b'{"a": "__TOKEN__"}',
+        far=b'{"a": "' + SECRET.encode() + b'"}',
+        sent=_typed(JSON),
+        steps=WHOLE,
+        known=KNOWN,
+    ),
+]
+
+CASES = [*REQUESTS, *UPGRADES, *RESPONSES, *GRPC_CALLS, *SUBSTITUTIONS, *PLACES, *ISSUED]

@@ -12,7 +12,7 @@ from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Sur
 from vault.secret import Secret
 
 FLOW = FlowFacts("api.test", 443, Scheme.HTTPS)
-PLAN = SubstitutionPlan("b", "token", "__T__", tuple(Surface))
+PLAN = SubstitutionPlan("b", "token", "__T__", (Surface.PATH, Surface.QUERY, Surface.HEADER, Surface.BODY))
 VALUE = Secret("the-secret-value")
 LIMIT = 1000
 POST = (
@@ -111,3 +111,32 @@ def test_what_carries_a_secret_is_sensitive(surface: Surface, sensitive: set[byt
     plan = replace(PLAN, surfaces=(surface,))
 
     assert sensitive == compose(translated(b"/__T__?__T__"), [], [(plan, VALUE)], b'"__T__"', LIMIT).sensitive
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sent"),
+    [
+        ("Authorization", "Basic bWU6X19UX18=", "Basic bWU6YTrDqS1sb25nZXI="),  # me:__T__ -> me:a:\u00e9-longer
+        ("authorization", "bASIC  bWU6X19UX18", "Basic bWU6YTrDqS1sb25nZXI="),
+        ("Authorization", "Basic X19UX186", None),  # __T__: the user
+        ("Authorization", "Basic eW91Ol9fVF9f", None),  # you:__T__
+        ("Authorization", "Basic bWU6X19UX194", None),  # me:__T__x
+        ("Authorization", "Basic X19UX18=", None),  # no colon
+        ("Authorization", "Basic !!", None),
+        ("Authorization", "Bearer __T__", None),
+        ("X-Other", "Basic bWU6X19UX18=", None),
+    ],
+)
+def test_the_whole_password_of_a_login_is_replaced(name: str, value: str, sent: str | None) -> None:
+    """Nothing else is, and a value with a control character is not sent."""
+    plan = replace(PLAN, surfaces=(Surface.BASIC,), username="me")
+    request = translated(b"/", (POST[0], (name.encode(), value.encode())), b"GET")
+    found = found_in_head(request, [plan])
+
+    assert (sent is not None) is (plan in found)
+    composed = compose(request, [], [(plan, Secret("a:\u00e9-longer"))], None, LIMIT)
+    assert ((name.encode(), (sent or value).encode()),) == composed.headers
+    assert ({b"authorization"} if sent else set()) == composed.sensitive
+    if sent is not None:
+        with pytest.raises(ValueError, match="control character"):
+            compose(request, [], [(plan, Secret("a\nb"))], None, LIMIT)

@@ -10,6 +10,7 @@ import pytest
 from gateway.admission import Admission
 from gateway.effects import Effects, Over, SecretRefused
 from gateway.ledger import Ledger
+from gateway.placeholders import NONE, Placeholders
 from gateway.scrub.charsets import searchable
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.searched import MAX_PARTIAL, MAX_PATTERNS, KnownPatterns, SearchedSecrets, texts_of, too_short
@@ -110,6 +111,9 @@ class Vault:
 
     def secrets_to(self, _host: str) -> tuple[SecretAt, ...]:
         return self.uses
+
+    def placeholders(self) -> Placeholders:
+        return NONE
 
     def request(self) -> Over | None:
         return None

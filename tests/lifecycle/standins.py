@@ -7,6 +7,7 @@ the control plane, with real uvicorn, registry and sockets.
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -42,6 +43,7 @@ from runtimes.spec import check_launch
 from vault.grants import Grant, GrantError, within
 from wire.api import auditd, hostd, vaultd
 from wire.api.compiler import Compile
+from wire.api.provided import Provided
 from wire.api.states import HostState
 from wire.operations import parameters
 
@@ -117,6 +119,11 @@ class StandIn:
     def named(self, op: str) -> list[dict[str, Any]]:
         """Return the parameters of all calls of one operation."""
         return [parameters for name, parameters in self.calls if name == op]
+
+
+def seed(sandbox: str) -> str:
+    """Return the seed of the sandbox's placeholders in a `StandInHostd`."""
+    return hashlib.sha256(sandbox.encode()).hexdigest()
 
 
 class StandInHostd(StandIn):
@@ -217,13 +224,13 @@ class StandInHostd(StandIn):
             if self.snapshots.get(launch.snapshot) is None:
                 raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "there is no such image on this host")
             self.used[launch.sandbox] = launch.snapshot
-        policy = await self._compiled(launch.selection)
         name = launch.sandbox
+        policy, provided = await self._compiled(launch.selection, name)
         self.policies[name] = policy
         path = str(self._run_dir / "ingress" / f"{name}.sock")
         self.listeners[name] = await asyncio.start_unix_server(self._ingress, path)
         self.sandboxes[name] = hostd.HostSandboxState(name, HostState.RUNNING, worker_pid=1)
-        return hostd.PolicyInForce(policy["digest"])
+        return hostd.PolicyInForce(policy["digest"], provided)
 
     def _freeze(self, sandbox: str, state: HostState) -> None:
         if sandbox not in self.sandboxes:
@@ -237,18 +244,18 @@ class StandInHostd(StandIn):
         sandbox = request.sandbox
         if sandbox not in self.policies:
             raise wire.RequestError(wire.Code.UNKNOWN_SANDBOX, sandbox)
-        policy = await self._compiled(request.selection)
+        policy, provided = await self._compiled(request.selection, sandbox)
         if sandbox in self.deaf:
             await self.deaf[sandbox].wait()
         if request.decided or sandbox not in self.gone:
             self.policies[sandbox] = policy
         if sandbox in self.gone:
             raise wire.RequestError(wire.Code.UNAVAILABLE, "the sandbox has no gateway worker now")
-        return hostd.PolicyInForce(policy["digest"])
+        return hostd.PolicyInForce(policy["digest"], provided)
 
-    async def _compiled(self, selection: str) -> dict[str, Any]:
-        answer = await self.compiler.handle(None, Compile(selection), [])
-        return CompiledPolicy.from_json(json.loads(answer.policy)).to_json()
+    async def _compiled(self, selection: str, sandbox: str) -> tuple[dict[str, Any], Provided]:
+        answer = await self.compiler.handle(None, Compile(selection, seed(sandbox)), [])
+        return CompiledPolicy.from_json(json.loads(answer.policy)).to_json(), answer.provided
 
     def _printed(self, sandbox: str, lines: int) -> hostd.Printed:
         written = self.printed.get(sandbox, "").removesuffix("\n").split("\n")
@@ -578,6 +585,8 @@ class Program:
         self.seen: list[Seen] = []
         self.release = asyncio.Event()
         self.cut = asyncio.Event()
+        self.init_status = 200
+        """The answer to an init."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
@@ -617,6 +626,8 @@ class Program:
             (b"server", b"x"),
         ]
         status = 200
+        if path == "/internal/init":
+            status = self.init_status
         if path.startswith("/moved"):
             status, headers = 302, [*headers, (b"location", b"/there?x=1")]
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -114,6 +114,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         substituting([{**SUBSTITUTION, "in": ["path", "cookie"]}]),
         'binding "b": substitution 0 has unsupported target surface "cookie"',
     ),
+    "a surface of the operator's rules only": (
+        substituting([{**SUBSTITUTION, "in": ["basic"]}]),
+        'binding "b": substitution 0 has unsupported target surface "basic"',
+    ),
     "a surface that is no text": (
         substituting([{**SUBSTITUTION, "in": [1]}]),
         'binding "b": substitution 0 has unsupported target surface "1"',

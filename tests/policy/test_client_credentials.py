@@ -1,5 +1,7 @@
 """Credentials that the client itself sends: where they are found, and what is left of a request."""
 
+import base64
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +129,25 @@ def test_a_placeholder_alone_is_no_credential_of_the_client(
     """On its own surface, and with nothing beside it but the name of a scheme."""
     owned = Owned(in_headers=frozenset({b"{T}"}), in_query=frozenset({"{Q}"}))
     assert refused == examine(DEFAULT, owned, (header,), query).refused
+
+
+@pytest.mark.parametrize(
+    ("name", "login", "refused"),
+    [
+        (b"Authorization", b"bot:{T}", ()),
+        (b"Authorization", b"own-key:{T}", ("header:authorization",)),
+        (b"Authorization", b"bot:{T}x", ("header:authorization",)),
+        (b"Authorization", b"bot", ("header:authorization",)),
+        (b"X-Api-Key", b"bot:{T}", ("header:x-api-key",)),
+    ],
+)
+def test_a_login_is_the_policys_with_its_user_name_and_placeholder(
+    name: bytes, login: bytes, refused: tuple[str, ...]
+) -> None:
+    """With another user name the client could use an account of its own: some servers read no password."""
+    owned = Owned.by([SubstitutionPlan("b", "s", "{T}", (Surface.BASIC,), "bot")])
+    header = name, b"Basic " + base64.b64encode(login)
+    assert refused == examine(DEFAULT, owned, (header,), "").refused
 
 
 def test_a_cookie_with_a_placeholder_stays_beside_others() -> None:

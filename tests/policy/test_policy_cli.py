@@ -16,11 +16,13 @@ def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == check(EXAMPLE)
 
     printed = capsys.readouterr().out
-    assert "policy agents: 19 rules, enforce" in printed
+    assert "policy agents: 21 rules, enforce" in printed
     assert "client credentials in agents/api: headers refuse, cookies strip, query refuse\n" in printed
     assert "in agents/tickets: headers refuse, cookies allow, query refuse, header:x-session-token allow" in printed
     assert "secret api-token -> https://api.corp-example.com:443 as bearer (agents/api)" in printed
     assert "secret chat-token -> https://chat.corp-example.com:443 as substitution (agents/chat)" in printed
+    assert "gives env BUILDS_TOKEN with a placeholder of secret builds-token" in printed
+    assert "gives file ~/.netrc with a placeholder of secret builds-password" in printed
 
 
 def test_check_says_where_a_file_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ def record(**changes: Any) -> SandboxRecord:
         "policy": "digest",
         "selection": '{"policy_name": "agents"}',
         "compiled": {"digest": "d"},
+        "seed": "5eed" * 16,
     }
     return SandboxRecord(**(plain | changes))
 

@@ -94,7 +94,7 @@ ANSWERS: dict[str, tuple[Callable[[], str], str]] = {
 async def test_without_a_policy_of_the_compiler_there_is_none(tmp_path: Path, name: str) -> None:
     answer, code = ANSWERS[name]
     with pytest.raises(wire.RequestError) as refused:
-        await made(tmp_path, answer).compile("{}")
+        await made(tmp_path, answer).compile("{}", "5eed")
     assert code == refused.value.code
 
 
@@ -105,7 +105,7 @@ async def test_a_compiler_that_is_away_is_not_waited_for_without_end(
     made_here = made(tmp_path)
     made_here._daemons.up = False  # type: ignore[attr-defined]
     with pytest.raises(wire.RequestError, match="no policy is compiled now"):
-        await made_here.compile("{}")
+        await made_here.compile("{}", "5eed")
 
 
 @pytest.mark.parametrize(

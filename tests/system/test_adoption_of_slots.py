@@ -46,6 +46,7 @@ class Place:
             "policy": "digest",
             "selection": '{"policy_name": "agents"}',
             "compiled": {"digest": "d"},
+            "seed": "5eed" * 16,
         }
         return SandboxRecord(**(plain | changes))
 

@@ -3,21 +3,27 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from wire.api.provided import NOTHING, Provided
 from wire.operations import Notification, Operations, Request
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledText:
-    """A compiled policy, as a JSON text."""
+    """A compiled policy, as a JSON text, and what it provides to the sandbox."""
 
     policy: str = field(repr=False)
+    provided: Provided = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class Compile(Request[CompiledText]):
-    """Compile a selection, which is a JSON text, under the operator's document as it is now."""
+    """Compile a selection, which is a JSON text, under the operator's document as it is now.
+
+    `seed` is that of the sandbox's placeholders. Without one the answer provides nothing.
+    """
 
     selection: str = field(repr=False)
+    seed: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from wire.api.provided import NOTHING, Provided
 from wire.api.states import HostState
 from wire.ids import check_digest, check_sandbox, check_snapshot
 from wire.operations import Done, Operations, Request
@@ -316,9 +317,13 @@ class VolumeMount:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInForce:
-    """The digest of the policy that the sandbox's worker has confirmed."""
+    """The digest of the policy that the sandbox's worker has confirmed, and what the policy provides to the sandbox.
+
+    hostd gives nothing of it to the sandbox: the caller does, with the first init of execd.
+    """
 
     digest: str
+    provided: Provided = NOTHING
 
     def __post_init__(self) -> None:
         check_digest(self.digest)

@@ -27,11 +27,15 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Request[Confirmed]):
-    """Put a compiled policy, a JSON text that only the worker reads, in force. A refused one leaves the former."""
+    """Put a compiled policy, a JSON text that only the worker reads, in force. A refused one leaves the former.
+
+    `seed` is that of the sandbox's placeholders. A policy with placeholders is refused without it.
+    """
 
     sandbox: str
     generation: int
     policy: str = field(repr=False)
+    seed: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)

@@ -23,6 +23,7 @@ from gateway.engines.http1.flow import Http1Flow
 from gateway.engines.mitm.connection import FlowConnection
 from gateway.engines.port import EngineLimits, InspectedFlow
 from gateway.ledger import Ledger
+from gateway.placeholders import NONE, Placeholders
 from gateway.tls.contexts import UpstreamContext
 from gateway.tls.hello import Hello, NeedMore, RequestHead, read_head, read_hello
 from gateway.tls.identity import LeafMint
@@ -258,6 +259,9 @@ class Rig:
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         bound = self.decide is None if self.bound is None else self.bound
         return (SecretAt(self.plan, host, Endpoint(443, Scheme.HTTPS)),) if bound else ()
+
+    def placeholders(self) -> Placeholders:
+        return NONE
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         if self.broken_sought:

@@ -14,6 +14,7 @@ import pytest
 from gateway.effects import Over
 from gateway.engines.mitm.http2 import WINDOW
 from gateway.engines.port import EngineLimits
+from gateway.placeholders import NONE, Placeholders
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts
@@ -21,8 +22,10 @@ from policy.injection import SecretPlan
 from tests.gateway.exchange_cases import (
     CASES,
     HOST,
+    KNOWN,
     MAX_BODY,
     MAX_DECODED,
+    OPEN,
     PLACEHOLDER,
     SECRET,
     Case,
@@ -52,6 +55,9 @@ class CaseRig(Rig):
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         return self.ports.secrets_to(host)
+
+    def placeholders(self) -> Placeholders:
+        return self.ports.placeholders()
 
     def request(self) -> Over | None:
         return self.ports.request()
@@ -272,3 +278,28 @@ async def test_a_body_that_its_client_breaks_off_is_forgotten_and_nothing_is_sen
         close()
         await until(lambda: rig.engine._bodies.held == 0)
     assert (["decide", "count"], None) == (seen.ports.steps, seen.sent)
+
+
+@pytest.mark.parametrize("http2", [False, True])
+async def test_a_body_with_a_placeholder_of_the_sandbox_ends_the_flow(
+    tmp_path: Path, upstream_root: Authority, sandbox_root: Authority, http2: bool
+) -> None:
+    """The server gets nothing of the piece that has it. Without it the request is answered: the control."""
+    answered = []
+    for known in (NONE, KNOWN):
+        case = Case(
+            "b", [], None, OPEN, (), http2=http2, method=b"POST", body=b"x" * 10_000 + b"__TOKEN__", known=known
+        )
+        ports = case.ports()
+        seen, rig = Seen(ports), CaseRig(tmp_path, Upstream(), upstream_root, sandbox_root, ports=ports)
+        rig.audit = ports  # type: ignore[assignment]
+        far = Far(case, seen)
+        rig.upstream.serve = Server(far.over_http2).serve if http2 else far.over_http1  # type: ignore[method-assign]
+        context = server_context(upstream_root.leaf(HOST), tmp_path, ["h2"] if http2 else None)
+        async with running(rig, context, LIMITS):
+            ports.ledger = rig.engine._ledger
+            await (ask_http2 if http2 else ask_http1)(rig, case, seen)
+        answered.append(seen.status)
+        assert (known is NONE) is (b"__TOKEN__" in seen.body_sent)
+        assert (["placeholder"] if known is KNOWN else []) == ports.denials()
+    assert [200, None] == answered
