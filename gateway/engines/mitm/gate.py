@@ -172,7 +172,6 @@ class Gate:
         self._server = flow.server_conn, frozenset() if presented is None else frozenset({presented.plan})
         if flow.id in self._collected:
             exchange.request_chunk(flow.request.data.content or b"")
-            self._release(flow.id)
 
     async def request(self, flow: HTTPFlow) -> None:
         flow.request.trailers = None
@@ -193,6 +192,9 @@ class Gate:
 
     async def responseheaders(self, flow: HTTPFlow) -> None:
         exchange, response = _exchange(flow), _response(flow)
+        if flow.id in self._collected:  # mitmproxy has handed it on, and would keep it until the stream ends
+            flow.request.data.content = None
+            self._release(flow.id)
         if not exchange.allowed:
             return
         head = ResponseHead(response.status_code, response.is_http2, _fields(response.headers))
