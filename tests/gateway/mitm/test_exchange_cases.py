@@ -258,9 +258,11 @@ async def test_a_body_of_many_windows_is_collected_and_then_forgotten(
 
 
 @pytest.mark.parametrize("http2", [False, True])
-async def test_a_body_that_its_client_breaks_off_is_forgotten_and_nothing_is_sent(
-    http2: bool, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_a_body_that_is_broken_off_is_forgotten_and_nothing_is_sent(
+    http2: bool, aborted: bool, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority
 ) -> None:
+    """By its client, or because the flow is aborted."""
     body = PLACEHOLDER.encode() + b"x" * 1000
     async with collecting(http2, tmp_path, upstream_root, sandbox_root, body) as (rig, _, seen):
         if http2:
@@ -275,7 +277,11 @@ async def test_a_body_that_its_client_breaks_off_is_forgotten_and_nothing_is_sen
             await writer.drain()
             close = writer.close
         await until(lambda: rig.engine._bodies.held == len(body))
-        close()
+        if aborted:
+            for flow in tuple(rig.engine._live):
+                flow.abort()
+        else:
+            close()
         await until(lambda: rig.engine._bodies.held == 0)
     assert (["decide", "count"], None) == (seen.ports.steps, seen.sent)
 
