@@ -112,5 +112,7 @@ def _of_request(request: RequestFacts, allowed: AllowRequest) -> tuple[str, ...]
         found += [f"the client sends no credential of its own in {', '.join(slots)}"] if slots else []
     if allowed.plans:
         secrets = dict.fromkeys(plan.secret for plan in allowed.plans)
-        found += [f"the vault releases {secret} for it" for secret in secrets]
+        always = {plan.secret for plan in allowed.injections}
+        condition = ", if it has the placeholder"
+        found += [f"the vault releases {secret} for it{'' if secret in always else condition}" for secret in secrets]
     return tuple(found)

@@ -50,6 +50,16 @@ ASKED = {
         0,
         "client   credentials of its own: headers refuse, cookies allow",
     ),
+    "a placeholder": (
+        ("agents", "chat.corp-example.com", 443, "https", "POST", "/bot__CHAT_TOKEN__/send"),
+        0,
+        "the vault releases chat-token for it, if it has the placeholder",
+    ),
+    "the place of a placeholder": (
+        ("agents", "chat.corp-example.com", 443, "https", "POST", "/bot__CHAT_TOKEN__/send"),
+        0,
+        "inject   placeholder '__CHAT_TOKEN__' in path from secret chat-token as substitution (agents/chat)",
+    ),
     "a denied path": (("agents", "api.corp-example.com", 443, "https", "GET", "/v2"), 1, "request  DENY   default"),
     "a denied name": (("agents", "other.test", 443, "https"), 1, "name     DENY   default"),
     "a denied port": (("agents", "api.corp-example.com", 80, "http"), 1, "flow     DENY   default"),
