@@ -81,6 +81,8 @@ def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]
         if not isinstance(decision := decide_request(policy, facts), Deny):
             found.add(f"sends {facts}")
             found |= {f"sends {facts} with {plan.place}={plan.secret}" for plan in decision.plans}
+            if decision.observed is not None:
+                continue  # it gets no secret, and is sent as it is
             handling = decision.client_credentials
             found |= {
                 f"forwards {kind} of the client in {facts}"
