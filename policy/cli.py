@@ -18,13 +18,14 @@ from policy.compile import UnknownPolicy, compile_named, secrets_of
 from policy.compiled import CompiledPolicy, SecretUse
 from policy.decision import Deny
 from policy.destination import decide_address
-from policy.document import DENY_ALL_NAME, PolicyDocument
+from policy.document import DENY_ALL_NAME, PRESET, PolicyDocument
 from policy.explain import Bounds, Form
 from policy.facts import AddressSource, Destination, RequestFacts, Scheme
 from policy.load import load
 from policy.names import InvalidName, canonical_host
 from policy.placeholders import provisions_of
 from policy.problems import PolicyError, meant
+from policy.rules import Rule
 
 OK, DENIED, WRONG = 0, 1, 2
 
@@ -56,6 +57,9 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
     for name in document.policies:
         policy = compile_named(document, name)
         print(f"  policy {name}: {len(policy.rules)} rules, {policy.mode}, {policy.digest[:16]}")
+        for rule in policy.rules:
+            if rule.id.startswith(PRESET):
+                print(f"    rule {rule.id}: {_described(rule)}")
         for use in secrets_of(policy):
             print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
             if stored is not None and not stored.unknown and (lack := stored.remark(use)):
@@ -200,6 +204,15 @@ def _denied(what: str, deny: Deny) -> int:
 def _split(path: str) -> tuple[str, str]:
     before, _, query = path.partition("?")
     return before, query
+
+
+def _described(rule: Rule) -> str:
+    """Return a rule for names in one line."""
+    hosts = ", ".join(host.text for host in rule.hosts)
+    ports = ", ".join(f"{endpoint.scheme}:{endpoint.port}" for endpoint in rule.endpoints)
+    methods = ", ".join(rule.methods) or "any method"
+    paths = ", ".join(path.text for path in rule.paths) or "any path"
+    return f"{rule.action} {methods} on {ports} to {hosts}, {paths}"
 
 
 def _load(path: Path | str) -> PolicyDocument | None:

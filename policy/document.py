@@ -1,6 +1,7 @@
 """The operator's document after reading, before compilation. Its values and references are checked.
 
 - Every reference (a default, an `extends`) exists, and `extends` has no cycles.
+- A policy can extend a preset. No sandbox gets a preset by its name.
 - `PolicyDocument()` is the shipped default: no policies, deny-all, the standard ceiling.
 """
 
@@ -12,6 +13,8 @@ from policy.client_credentials import DEFAULT, ClientCredentials
 from policy.rules import Ceiling, DnsSettings, Limits, Mode, Rule
 
 DENY_ALL_NAME: Final = "deny-all"
+PRESET: Final = "preset/"
+"""The beginning of the names of presets. The names of the operator's policies have no slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,11 @@ class PolicySource:
     rules: tuple[Rule, ...] = ()
     dns: DnsSettings | None = None
     limits: Limits | None = None
+
+
+type Presets = MappingProxyType[str, PolicySource]
+"""Presets by their names."""
+NO_PRESETS: Final[Presets] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class PolicyDocument:
     guard_bindings: bool = False
     policies: MappingProxyType[str, PolicySource] = field(default_factory=lambda: MappingProxyType({}))
     remarks: tuple[Remark, ...] = ()
+    presets: Presets = NO_PRESETS
 
     def lineage(self, name: str) -> tuple[PolicySource, ...]:
         """Return the policies whose rules `name` has: bases first, each once, itself last."""
@@ -57,7 +66,7 @@ class PolicyDocument:
 
         def visit(current: str) -> None:
             if current not in ordered:
-                source = self.policies[current]
+                source = self.presets[current] if current.startswith(PRESET) else self.policies[current]
                 for base in source.extends:
                     visit(base)
                 ordered[current] = source

@@ -1,18 +1,26 @@
-"""Reads the operator's policy file.
+"""Reads the operator's policy file, and the presets that it can extend.
 
 - At most `yaml_tree.MAX_BYTES` are read.
 - Every error, also for an unreadable file, is a `PolicyError` with file, line and column. It has all problems of the
   file, not only the first.
+- The presets are files of this package (`presets/*.yaml`), in the language of the operator's file. Their names and the
+  ids of their rules begin with `preset/`.
 """
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-from policy.document import PolicyDocument
+from policy.document import PRESET, PolicyDocument, PolicySource, Presets
 from policy.problems import Problems
+from policy.rules import Rule
 from policy.schema import read_document
 from policy.yaml_tree import MAX_BYTES, PolicyError, parse
 
-__all__ = ["PolicyDocument", "PolicyError", "load", "load_text"]
+__all__ = ["PolicyDocument", "PolicyError", "load", "load_text", "presets"]
+
+_PRESETS = Path(__file__).with_name("presets")
 
 
 def load(path: Path | str, origin: str | None = None) -> PolicyDocument:
@@ -37,4 +45,29 @@ def load_text(text: str | bytes, origin: str = "(text)") -> PolicyDocument:
         PolicyError: the text is invalid.
     """
     problems = Problems()
-    return read_document(parse(text, origin, problems), origin, problems)
+    return read_document(parse(text, origin, problems), origin, problems, presets())
+
+
+@cache
+def presets() -> Presets:
+    """Return the presets by their names.
+
+    Raises:
+        PolicyError, OSError: a file of the installation is missing or invalid.
+    """
+    found: dict[str, PolicySource] = {}
+    for path in sorted(_PRESETS.glob("*.yaml")):
+        problems = Problems()
+        document = read_document(parse(path.read_bytes(), path.name, problems), path.name, problems)
+        name = PRESET + path.stem
+        source = document.policies[path.stem]
+        found[name] = replace(source, name=name, rules=tuple(map(_named, source.rules)))
+    return MappingProxyType(found)
+
+
+def _named(rule: Rule) -> Rule:
+    """Return a rule of a preset with the id that it has in policies."""
+    ident = PRESET + rule.id
+    injections = tuple(replace(plan, binding=ident) for plan in rule.injections)
+    substitutions = tuple(replace(plan, binding=ident) for plan in rule.substitutions)
+    return replace(rule, id=ident, injections=injections, substitutions=substitutions)

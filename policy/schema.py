@@ -24,7 +24,7 @@ from typing import Never
 
 from policy.client_credentials import CLASSES, DEFAULT, ClientCredentials, Handling, made, slot_name
 from policy.compiled import is_network
-from policy.document import DENY_ALL_NAME, PolicyDocument, PolicySource, Remark
+from policy.document import DENY_ALL_NAME, NO_PRESETS, PolicyDocument, PolicySource, Presets, Remark
 from policy.facts import Scheme
 from policy.injection import (
     InjectionKind,
@@ -105,17 +105,20 @@ _PROVIDING = ("env", "file", "template", "form")
 type Mapping = dict[str, tuple[Node, Node]]
 
 
-def read_document(root: Node, origin: str, problems: Problems | None = None) -> PolicyDocument:
+def read_document(
+    root: Node, origin: str, problems: Problems | None = None, presets: Presets = NO_PRESETS
+) -> PolicyDocument:
     """Return the document of a tree.
 
     Args:
         problems: the problems that were found in the text.
+        presets: what policies can extend in addition to each other.
 
     Raises:
         PolicyError: it has all problems, each with its line.
     """
     noted = Problems() if problems is None else problems
-    document = noted.attempt(lambda: _Reader(origin, noted).document(root), PolicyDocument(origin))
+    document = noted.attempt(lambda: _Reader(origin, noted, presets).document(root), PolicyDocument(origin))
     noted.check()
     return document
 
@@ -130,8 +133,9 @@ class _Form(StrEnum):
 class _Reader:
     """Reads one document. Holds the file's name, the remarks, and the parts that rules are checked against."""
 
-    def __init__(self, origin: str, problems: Problems) -> None:
+    def __init__(self, origin: str, problems: Problems, presets: Presets) -> None:
         self._origin = origin
+        self._presets = presets
         self._problems = problems
         self._remarks: list[Remark] = []
         self._plaintext: tuple[str, ...] | None = ()  # None: the list is invalid, so nothing is compared with it
@@ -180,6 +184,7 @@ class _Reader:
             guarded,
             MappingProxyType(policies),
             tuple(self._remarks),
+            self._presets,
         )
 
     # ---- parts of the document
@@ -231,10 +236,10 @@ class _Reader:
         if len(self._problems):
             return policies
         self._check_cycles(entries, policies)
-        document = PolicyDocument(policies=MappingProxyType(policies))
+        document = PolicyDocument(policies=MappingProxyType(policies), presets=self._presets)
         for name in policies:
             rules = [rule for source in document.lineage(name) for rule in source.rules]
-            self._check_injections(rules)
+            self._check_injections(entries[name][0], rules)
             self._check_provisions(rules)
         return policies
 
@@ -247,8 +252,9 @@ class _Reader:
 
         def base(item: Node) -> str:
             text = self._text(item)
-            if text not in entries:
-                self._fail(item, f"there is no policy named {text[:100]!a} to extend{meant(text, entries)}")
+            if text not in entries and text not in self._presets:
+                hint = meant(text, (*entries, *self._presets))
+                self._fail(item, f"there is no policy named {text[:100]!a} to extend{hint}")
             return text
 
         rules: list[Rule] = []
@@ -586,7 +592,7 @@ class _Reader:
         def visit(name: str, path: tuple[str, ...]) -> None:
             if name in path:
                 self._fail(entries[path[-1]][0], f"extends runs in a circle: {' -> '.join((*path, name))}")
-            if name not in done:
+            if name not in done and name not in self._presets:
                 if len(path) > 32:
                     self._fail(entries[name][0], "extends is more than 32 policies deep")
                 for base in policies[name].extends:
@@ -596,10 +602,12 @@ class _Reader:
         for name in policies:
             visit(name, ())
 
-    def _check_injections(self, rules: list[Rule]) -> None:
+    def _check_injections(self, policy: Node, rules: list[Rule]) -> None:
+        """Check the rules of a policy with its bases. `policy` is the place of what concerns rules of presets only."""
         by_slot: dict[tuple[str, str], list[tuple[Rule, SecretPlan]]] = {}
         if len(rules) > MAX_RULES:
-            self._fail(self._rule_places[rules[-1].id], f"more than {MAX_RULES} rules in one policy with its bases")
+            last = self._rule_places.get(rules[-1].id, policy)
+            self._fail(last, f"more than {MAX_RULES} rules in one policy with its bases")
         for rule in rules:
             for plan in rule.plans:
                 for host in rule.hosts:
@@ -607,9 +615,12 @@ class _Reader:
                     rivals = by_slot.setdefault((host.text, plan.slot.partition(":")[0]), [])
                     for other, rival in rivals:
                         if collide(rival, plan) and _meet(rule, other):
+                            places = [(self._rule_places.get(rule.id), other), (self._rule_places.get(other.id), rule)]
+                            place, against = next((one for one in places if one[0] is not None), (None, other))
+                            which = rule.id if place is None else "this rule"
                             self._fail(
-                                self._rule_places[rule.id],
-                                f"this rule and {other.id} set {plan.place} of the same requests to {host.text}",
+                                place or policy,
+                                f"{which} and {against.id} set {plan.place} of the same requests to {host.text}",
                             )
                     rivals.append((rule, plan))
 

@@ -46,6 +46,12 @@ SILENT_ADDRESS = "93.184.216.15"
 REGISTRY = "registry.bank.example"
 """A registry of images, if one runs there (`testbed.registry`)."""
 REGISTRY_ADDRESS = "93.184.216.16"
+STAND_INS = (
+    *("pypi.org", "files.pythonhosted.org", "registry.npmjs.org"),
+    *("github.com", "api.github.com", "deb.debian.org", "security.debian.org"),
+)
+"""Services of the Internet, at one address, if a stand-in of them runs there."""
+STAND_IN_ADDRESS = "93.184.216.17"
 DNS_ADDRESS = "93.184.216.53"
 METADATA_ADDRESS, ATTACKER_V6 = attempts.METADATA_ADDRESS, attempts.ATTACKER_V6
 CONTROL_INTERFACE = "ctl0"
@@ -143,7 +149,7 @@ class Internet:
         self.directory.chmod(0o711)
         self.roots.write_text(self.authority.pem)
         self.roots.chmod(0o644)
-        for host in (*ADDRESSES, REGISTRY):
+        for host in (*ADDRESSES, REGISTRY, *STAND_INS):
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             namespaces.make(namespace)
@@ -154,7 +160,7 @@ class Internet:
         self._link(self.control, CONTROL_ADDRESS, CONTROL_INTERFACE, CONTROL_GATEWAY, "net1")
         ip("-n", self.net, "-6", "addr", "add", f"{_CONTROL_GATEWAY_V6}/64", "dev", "net1", "nodad")
         self.connect_control()
-        for address in (*ADDRESSES.values(), REGISTRY_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS):
+        for address in (*ADDRESSES.values(), REGISTRY_ADDRESS, STAND_IN_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
         ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")
         ip("-n", self.net, "-6", "addr", "add", f"{ATTACKER_V6}/128", "dev", "lo", "nodad")

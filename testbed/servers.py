@@ -46,12 +46,19 @@ from testbed.internet import (
     SILENT,
     SILENT_ADDRESS,
     SPLICED,
+    STAND_IN_ADDRESS,
+    STAND_INS,
     STATUS,
 )
 from testbed.packages import index_pages
 from testbed.raw_host import RawHost
 
-_ZONE = {**ADDRESSES, SILENT: SILENT_ADDRESS, REGISTRY: REGISTRY_ADDRESS}
+_ZONE = {
+    **ADDRESSES,
+    SILENT: SILENT_ADDRESS,
+    REGISTRY: REGISTRY_ADDRESS,
+    **dict.fromkeys(STAND_INS, STAND_IN_ADDRESS),
+}
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_HEARD = 64 * 1024
 
