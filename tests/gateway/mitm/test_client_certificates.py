@@ -24,7 +24,7 @@ from gateway.tls.contexts import UpstreamContext
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest
 from policy.facts import RequestFacts, Scheme
-from policy.injection import InjectionKind, InjectionPlan, SecretPlan
+from policy.injection import InjectionKind, InjectionPlan, SecretPlan, SubstitutionPlan, Surface
 from policy.rules import Endpoint
 from tests.client_certificates import DAY, Times, authority, key_pem
 from tests.gateway.exchange_cases import ACCEPTED, HANDSHAKE
@@ -40,6 +40,9 @@ A, B = MIDDLE.issue("a", rsa.generate_private_key(65537, 2048)), MIDDLE.issue("b
 PLANS = {
     f"/{name}": InjectionPlan(f"p/{name}", name, InjectionKind.CLIENT_CERTIFICATE, "") for name in ("a", "b", "token")
 }
+PLANS["/both"] = PLANS["/a"]
+PLACEHOLDER = SubstitutionPlan("p/both", "token", "{TOKEN}", (Surface.BODY,))
+"""A request to `/both` has a certificate, and waits for its whole body."""
 PLANS["/token"] = InjectionPlan("p/token", "token", InjectionKind.BEARER, "Authorization")
 
 type Shown = tuple[str | None, list[str]]
@@ -53,10 +56,11 @@ class CertificateRig(Rig):
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest:
         plan = PLANS.get(facts.path)
-        return AllowRequest("open") if plan is None else AllowRequest(plan.binding, (plan,))
+        substitutions = (PLACEHOLDER,) if facts.path == "/both" else ()
+        return AllowRequest("open") if plan is None else AllowRequest(plan.binding, (plan,), None, substitutions)
 
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
-        return tuple(SecretAt(plan, host, Endpoint(443, Scheme.HTTPS)) for plan in PLANS.values())
+        return tuple(SecretAt(plan, host, Endpoint(443, Scheme.HTTPS)) for plan in (*PLANS.values(), PLACEHOLDER))
 
     async def lease(self, plan: SecretPlan, _facts: RequestFacts) -> Secret:
         return Secret(self.values[plan.secret])
@@ -72,6 +76,8 @@ class Far:
     shown: list[Shown] = field(default_factory=list)
     ended: list[asyncio.Event] = field(default_factory=list)
     body: bytes = b"ok"
+    received: list[bytes] = field(default_factory=list)
+    """The bodies of the requests that have one."""
 
     def _begin(self, writer: asyncio.StreamWriter) -> tuple[list[str], asyncio.Event]:
         paths, ended = list[str](), asyncio.Event()
@@ -86,6 +92,8 @@ class Far:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 paths.append(head.split(b" ")[1].decode())
+                if length := int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or b"0"):
+                    self.received.append(await reader.readexactly(length))
                 if b"upgrade: websocket" in head.lower():
                     fields = b"".join(b"%s: %s\r\n" % one for one in ACCEPTED)
                     writer.write(b"HTTP/1.1 101 Switching Protocols\r\n" + fields + b"\r\n\x81\x02hi")
@@ -99,6 +107,8 @@ class Far:
         paths, ended = self._begin(writer)
 
         async def answer(server: Server, event: h2.events.Event) -> None:
+            if isinstance(event, h2.events.DataReceived):
+                self.received.append(event.data)
             if isinstance(event, h2.events.RequestReceived):
                 paths.append(dict(event.headers)[b":path"].decode())
                 server.state.send_headers(event.stream_id, [(":status", "200")])
@@ -254,6 +264,35 @@ async def test_requests_at_the_same_time_in_one_http2_flow_do_not_share_a_connec
             assert {(200, b"ok")} == {await one.read(stream) for stream in streams}
     assert {None: {"/open"}, "a": {"/a"}, "b": {"/b"}} == site.far.by_name()
     assert 3 == len(site.far.shown)
+
+
+@pytest.mark.parametrize(("client", "server"), PROTOCOLS)
+async def test_a_request_that_waits_for_its_body_has_its_certificate(lab: Lab, client: str, server: str) -> None:
+    """A placeholder in the body is replaced. A connection without a certificate is open before."""
+    body = b'{"token": "{TOKEN}"}'
+    fields = [("content-type", "application/json"), ("content-length", str(len(body)))]
+    async with served(lab, client, server) as site:
+        if client == "h2":
+            caller = Http2Caller(await site.rig.speak_h2())
+            caller.call(1, GET)
+            await caller.hear(h2.events.StreamEnded, 1)
+            caller.call(3, [(":method", "POST"), *GET[1:3], (":path", "/both"), *fields], ends=False)
+            caller.state.send_data(3, body, end_stream=True)
+            caller.flush()
+            await caller.hear(h2.events.StreamEnded, 3)
+            caller.close()
+        else:
+            reader, writer = await site.rig.connect()
+            for head in ("GET /open", "POST /both"):
+                more = "".join(f"{name}: {value}\r\n" for name, value in fields) if head.startswith("POST") else ""
+                writer.write(f"{head} HTTP/1.1\r\nHost: good.test\r\n{more}\r\n".encode())
+                writer.write(body if more else b"")
+                async with asyncio.timeout(SECONDS):
+                    assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+    assert ["a"] == [name for name, paths in site.far.shown if "/both" in paths]
+    assert b'{"token": "token-of-this-site"}' == b"".join(site.far.received)
+    assert 2 == len(site.far.shown)
 
 
 @pytest.mark.parametrize(("client", "server"), PROTOCOLS)
