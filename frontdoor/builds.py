@@ -67,11 +67,27 @@ def for_tests(places: Places) -> None:
     os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
     os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
     os.environ["SALLYPORT_CLIENTS"] = clients
+    os.environ["SALLYPORT_VAULT"] = _vault_server(places, root)
     if not os.path.isfile(f"{clients}/complete"):
         title = "published clients (PyPI and npm packages)"
         step(title, "tests/clients/install.sh", clients, places.uv, places.python)
     registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
     os.environ["SALLYPORT_REGISTRY"] = registry
+
+
+def _vault_server(places: Places, root: Path) -> str:
+    path = f"{places.cache}/{names.vault_server(root)}"
+    if not os.access(path, os.X_OK):
+        options = ("-trimpath", "-tags=minimal", "-ldflags=-s -w", "-o", path)
+        step(
+            "HashiCorp Vault (Go modules, some minutes)",
+            *go(places),
+            "build",
+            *options,
+            ".",
+            cwd="testbed/vault_server",
+        )
+    return path
 
 
 def for_bench(places: Places) -> None:

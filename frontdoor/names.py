@@ -38,6 +38,11 @@ def code_image(root: Path) -> str:
     return f"code-interpreter-{of_files(root, sources)}.tar"
 
 
+def vault_server(root: Path) -> str:
+    """Return the name of the tests' HashiCorp Vault."""
+    return f"vault-{of_files(root, _files(root, 'testbed/vault_server'))}"
+
+
 def clients(root: Path) -> str:
     """Return the name of the directory of the published clients."""
     return f"clients-{of_contents(*sorted((root / 'tests' / 'clients').iterdir()))}"

@@ -44,7 +44,7 @@ def _home(tmp_path: Path) -> Path:
     cache = tmp_path / "cache"
     cache.mkdir()
     images = [names.image(ROOT, name) for name in ("base", "small", "java")]
-    for name in (names.execd(ROOT), names.code_image(ROOT), *images, RUNSC):
+    for name in (names.execd(ROOT), names.code_image(ROOT), names.vault_server(ROOT), *images, RUNSC):
         (cache / name).touch(mode=0o755)
     (cache / names.clients(ROOT)).mkdir()
     (cache / names.clients(ROOT) / "complete").touch()
@@ -71,11 +71,14 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_SMALL_IMAGE": f"{cache}/{names.image(ROOT, 'small')}",
         "SALLYPORT_JAVA_IMAGE": f"{cache}/{names.image(ROOT, 'java')}",
         "SALLYPORT_CLIENTS": f"{cache}/{names.clients(ROOT)}",
+        "SALLYPORT_VAULT": f"{cache}/{names.vault_server(ROOT)}",
         "SALLYPORT_REGISTRY": f"{cache}/docker-registry/usr/bin/docker-registry",
     } == json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("title", ["execd", "base image", "code-interpreter image", "small image", "published clients"])
+@pytest.mark.parametrize(
+    "title", ["execd", "base image", "code-interpreter image", "small image", "HashiCorp Vault", "published clients"]
+)
 def test_what_is_missing_is_built(home: Path, title: str) -> None:
     """The build fails here, and the message names it."""
     missing = {
@@ -83,6 +86,7 @@ def test_what_is_missing_is_built(home: Path, title: str) -> None:
         "base image": names.image(ROOT, "base"),
         "code-interpreter image": names.code_image(ROOT),
         "small image": names.image(ROOT, "small"),
+        "HashiCorp Vault": names.vault_server(ROOT),
         "published clients": f"{names.clients(ROOT)}/complete",
     }
     os.remove(home / "cache" / missing[title])
