@@ -65,7 +65,8 @@ FIELDS: Final[Mapping[str, str]] = {
     "bytes_down": "bytes towards the sandbox (of an `ingress` record: towards the caller)",
     "bytes_up": "bytes from the sandbox (of an `ingress` record: from the caller)",
     "code": "the machine-readable cause",
-    "count": "how many events the record stands for; `drop`: since launch; `vault.open`, `vault.regrant`: grants",
+    "count": "how many events the record stands for; `drop`: since launch; `vault.open`, `vault.regrant`: grants; "
+    "`vault.refer`: references",
     "cpu_nanos": "processor time limit, in billionths of a processor",
     "destination": "the address to which the sandbox sent its packets",
     "detail": "when hostd saw what raised the alarm",
@@ -436,6 +437,14 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         actor="uid:0",
     ),
     "vault.rekey": _kind("The master key is about to be replaced.", ("actor",), "info", actor="uid:0"),
+    "vault.refer": _kind(
+        "The references of the operator's policy file to secrets of backends are about to change: `count` of them, "
+        "each with each of its hosts.",
+        ("count", "actor"),
+        "info",
+        count=3,
+        actor="uid:0",
+    ),
     "vault.intermediate": _kind(
         "A worker is about to get an intermediate certificate of its sandbox's CA.",
         ("target_generation",),

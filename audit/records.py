@@ -87,7 +87,7 @@ TEXTS: Mapping[str, int] = {
     "tls_version": 16,
     # secrets: names only
     "binding": 128,
-    "secret": 128,
+    "secret": 256,
     "injection": 32,
     # control plane
     "name": 255,
@@ -125,7 +125,7 @@ INTEGERS = frozenset(
 BOOLEANS = frozenset({"plaintext", "oom", "truncated", "durable_lost", "websocket"})
 LISTS: Mapping[str, int] = {
     "addresses": 64,
-    "secrets": 128,
+    "secrets": 256,
     "hosts": 255,
     "injections": 128,
     "stripped": 72,

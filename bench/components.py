@@ -21,7 +21,7 @@ WORKERS = "workers"
 SANDBOXES, GOFERS, SHIMS = "runsc sandboxes", "runsc gofers", "containerd-shims"
 HOSTD = "hostd"
 COMPONENTS = (
-    HOSTD, "watchdog", "serve", "vaultd", "auditd", "compiler", "zygote", "guard", WORKERS,
+    HOSTD, "watchdog", "serve", "vaultd", "auditd", "compiler", "fetcher", "zygote", "guard", WORKERS,
     SANDBOXES, GOFERS, SHIMS, "dockerd", "containerd",
 )  # fmt: skip
 _MODULES = {
@@ -31,6 +31,7 @@ _MODULES = {
     "vault.vaultd": "vaultd",
     "audit.auditd": "auditd",
     "policy.compiler": "compiler",
+    "vault.fetcher": "fetcher",
     "gateway.zygote": "zygote",
 }
 _PROGRAMS = {

@@ -57,7 +57,8 @@ class SecretRefused(Exception):
 
 
 class SecretsSuspended(Exception):
-    """The operator has frozen a secret. Nothing is known of its value: no request to its hosts is sent (503).
+    """A secret is frozen, or its backend gives no value. Nothing is known of its value: no request to its hosts is sent
+    (503).
 
     `reason` is a sentence for the client, without the secret.
     """

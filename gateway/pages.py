@@ -53,7 +53,7 @@ def over(reason: str, retry_after: int) -> tuple[Fields, bytes]:
 
 
 def suspended(reason: str) -> tuple[Fields, bytes]:
-    """Return headers and body of a 503 for a request to a host whose secret is frozen."""
+    """Return headers and body of a 503 for a request to a host whose secret is frozen or cannot be read."""
     return _page("text/plain; charset=utf-8", f"Not sent: {reason}. Other hosts are not affected.\n".encode())
 
 

@@ -42,7 +42,10 @@ _ABSENT_SECONDS = 10.0
 _KEPT = 256
 _MAX_KEPT_TARGET = 1024
 # Where vaultd judged the request; its other codes are failures.
-_JUDGED = frozenset({Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.EXHAUSTED, Code.UNKNOWN_SECRET})
+_JUDGED = frozenset(
+    {Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.EXHAUSTED, Code.UNKNOWN_SECRET, Code.FORBIDDEN}
+)
+_SUSPENDED = frozenset({Code.FROZEN, Code.BACKEND})
 
 type _Key = tuple[str, str, int, Scheme]
 
@@ -193,7 +196,7 @@ class LeasedSecrets:
 
         Raises:
             SecretRefused: it must not go into this request.
-            SecretsSuspended: it is frozen.
+            SecretsSuspended: it is frozen, or its backend gives no value now.
             VaultError: it was not released for another reason.
         """
         key = (plan.secret, facts.host, facts.port, facts.scheme)
@@ -272,7 +275,7 @@ class LeasedSecrets:
         except ReleaseRefusedError as error:
             if error.code in _JUDGED:
                 raise SecretRefused(error.reason) from None
-            if error.code is Code.FROZEN:
+            if error.code in _SUSPENDED:
                 raise SecretsSuspended(error.reason) from None
             raise
 

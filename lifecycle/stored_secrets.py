@@ -13,6 +13,7 @@ import wire
 from lifecycle.config import launch
 from lifecycle.config.settings import Settings
 from policy.compile import SecretUse
+from policy.references import is_reference
 from vault.client import AdminClient
 from vault.freeze import Extent
 from vault.grants import Grant, check, missing
@@ -34,6 +35,8 @@ class StoredSecrets:
         """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does."""
         if self.unknown:
             return "not checked"
+        if is_reference(use.secret):
+            return self._frozen(use.secret)
         if use.host.startswith("*.") or ":" in use.secret:
             return ""
         wanted = Grant(use.secret, use.host, use.port, use.scheme)
@@ -42,9 +45,11 @@ class StoredSecrets:
             return missing(wanted)
         if (refused := check(info.binding, wanted, datetime.now(UTC))) is not None:
             return refused.reason
-        if any(extent.sandbox is None and extent.covers(None, use.secret) for extent in self.frozen):
-            return "the secret is frozen"
-        return ""
+        return self._frozen(use.secret)
+
+    def _frozen(self, secret: str) -> str:
+        covered = any(extent.sandbox is None and extent.covers(None, secret) for extent in self.frozen)
+        return "the secret is frozen" if covered else ""
 
 
 def read(configured: Settings | None) -> StoredSecrets:

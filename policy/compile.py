@@ -20,6 +20,7 @@ from policy.decision import Deny, decide_flow
 from policy.document import DENY_ALL_NAME, PolicyDocument
 from policy.facts import FlowFacts
 from policy.names import HostPattern
+from policy.references import is_reference
 from policy.rules import Action, DnsSettings, Limits, Precedence, Rule, RuleList
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "enforce",
     "inspected",
     "narrow",
+    "references_of",
     "secrets_of",
     "uses_of",
 ]
@@ -60,6 +62,16 @@ class Dropped:
     part: Part
     name: str
     reason: str
+
+
+def references_of(document: PolicyDocument) -> tuple[SecretUse, ...]:
+    """Return every use of a backend's secret that a rule of the document can make, sorted, each once.
+
+    The rules of the operator are the only place of a reference, and name exact hosts. This list is the operator's
+    statement where such a secret may go.
+    """
+    uses = uses_of(rule for source in document.policies.values() for rule in source.rules)
+    return tuple(use for use in uses if is_reference(use.secret))
 
 
 def compile_named(document: PolicyDocument, name: str) -> CompiledPolicy:

@@ -23,13 +23,15 @@ from pathlib import Path
 import wire
 from policy import placeholders
 from policy.api import ApiPolicyError
+from policy.compile import references_of
 from policy.document import PolicyDocument
 from policy.load import PolicyError
 from policy.operator_file import OperatorFile
 from policy.rules import Ceiling
 from policy.selection import Selection
-from wire.api.compiler import CONTROL, Changed, Compile, CompiledText
+from wire.api.compiler import CONTROL, Changed, Compile, CompiledText, Referenced, References
 from wire.api.provided import NOTHING
+from wire.api.vaultd import MOST_REFERENCES, GrantForm
 from wire.frames import FrameError, close_all, encode
 from wire.operations import parameters
 from wire.serving import handler
@@ -71,10 +73,16 @@ class Compiler:
         self._file = file
         self._announced: PolicyDocument = CLOSED
 
-    async def handle(self, _client: wire.Client, request: Compile, fds: list[int]) -> CompiledText:
+    async def handle(
+        self, _client: wire.Client, request: Compile | References, fds: list[int]
+    ) -> CompiledText | Referenced:
         """Answer one request."""
         close_all(fds)
-        return self._compile(request.selection, request.seed)
+        match request:
+            case Compile():
+                return self._compile(request.selection, request.seed)
+            case References():
+                return self._references()
 
     async def follow(self, client: wire.Client) -> None:
         """Tell hostd of each document that comes into force, the one of the start too, until cancelled."""
@@ -84,6 +92,14 @@ class Compiler:
                 self._announced = self._file.document
                 await client.tell(Changed())
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _references(self) -> Referenced:
+        self._file.reload()
+        uses = references_of(self._file.document)
+        forms = dict.fromkeys(GrantForm(use.secret, use.host, use.port, str(use.scheme)) for use in uses)
+        if len(forms) > MOST_REFERENCES:
+            raise wire.RequestError(wire.Code.TOO_LARGE, f"more than {MOST_REFERENCES} references and hosts")
+        return Referenced(tuple(forms))
 
     def _compile(self, text: str, seed: str) -> CompiledText:
         self._file.reload()

@@ -49,6 +49,7 @@ from policy.provision import (
     check_text,
     check_variable,
 )
+from policy.references import secret_text
 from policy.rules import (
     ANY_PUBLIC,
     FORBIDDEN_METHODS,
@@ -74,7 +75,6 @@ MAX_SUBSTITUTIONS = 32
 
 _NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 _NAME_REST = _NAME_FIRST | frozenset("._-")
-_SECRET = _NAME_REST | frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _RULE_KEYS = (
     "id",
     "action",
@@ -506,10 +506,7 @@ class _Reader:
         return (plan,)
 
     def _secret(self, node: Node) -> str:
-        secret = self._text(node)
-        if not 0 < len(secret) <= 128 or not _SECRET.issuperset(secret):
-            self._fail(node, "a secret's name is up to 128 of letters, digits, `.`, `_` and `-`")
-        return secret
+        return self._made(node, lambda: secret_text(self._text(node)))
 
     def _permits(self, keys: Mapping, form: str) -> bool:
         """Whether a rule permits a form of a path."""

@@ -1,13 +1,15 @@
-"""The daemons that hostd starts, and its channels to them: auditd, vaultd, compiler, zygote, serve.
+"""The daemons that hostd starts, and its channels to them: auditd, vaultd, compiler, zygote, serve, fetcher.
 
-- hostd binds the sockets of auditd and vaultd, in a directory that only root can write, and passes them to each of
-  the daemon's processes. So connections wait while a daemon is restarted, and its name is never free. Only root and
-  serve can connect. The daemon itself calls `listen`, so clients see its uid. hostd does not have the socket of an
-  adopted daemon. It replaces that socket by a new one when this daemon is restarted.
+- hostd binds the sockets of auditd, vaultd and fetcher, in a directory that only root can write, and passes them to
+  each of the daemon's processes. So connections wait while a daemon is restarted, and its name is never free. Only
+  root and serve can connect, to the fetcher only root and vaultd. The daemon itself calls `listen`, so clients see its
+  uid. hostd does not have the socket of an adopted daemon. It replaces that socket by a new one when this daemon is
+  restarted.
 - serve gets the API's socket (`api_listener`).
 - auditd, vaultd and serve are adopted from a former hostd if hostd would start them in exactly the same way, because
   other processes reach them by their sockets. vaultd is adopted only together with auditd, to which it holds a
-  channel. zygote and compiler are never adopted, because their channels led to the former hostd.
+  channel. zygote, compiler and fetcher are never adopted, because their channels led to the former hostd.
+- There is a fetcher only if the operator has configured a backend of secrets.
 - hostd gives vaultd an audit channel at each of its starts. Without auditd vaultd ends, and is restarted. The number
   of that channel is never repeated after any kill, because it is on disk before it is used.
 - After a restart of auditd or vaultd, every worker gets a new channel, because the former one ended with the old
@@ -43,8 +45,10 @@ from runtimes.process.supervisor import (
     module_argv,
     ping,
 )
+from runtimes.references import ReferenceFollower
 from runtimes.spec import HostConfig, ProcessConfig
-from wire.api import auditd, compiler, vaultd
+from runtimes.supplies import Supplies
+from wire.api import auditd, compiler, fetcher, vaultd
 from wire.api.zygote import REPORTS, Exited, Identify, Prepare
 from wire.frames import close_all
 from wire.serving import handler
@@ -95,16 +99,24 @@ class Daemons:
         self._attaching: asyncio.Task[None] | None = None
         self._killed: set[int] = set()
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._sockets = {"auditd": self._run / "audit.sock", "vaultd": self._run / "vault.sock"}
+        self._sockets = {
+            "auditd": self._run / "audit.sock",
+            "vaultd": self._run / "vault.sock",
+            "fetcher": self._run / "fetcher.sock",
+        }
+        self._supplies = Supplies(config.supplies)
+        fetches = any(item.name == "fetcher" for item in config.processes)
+        self._references = ReferenceFollower(self) if fetches else None
         self._bound: dict[str, socket.socket] = {}
 
     async def start(self) -> None:
-        """Start zygote, compiler, auditd and vaultd concurrently; adopt auditd and vaultd if they run and match.
+        """Start all daemons but serve concurrently; adopt auditd and vaultd if they run and match.
 
         Raises:
             supervisor.NotReady: one of them does not become ready; call `stop`.
         """
-        await together(self._start(self._named("zygote")), self._start(self._named("compiler")), self._start_vault())
+        alone = [item for item in self._config.processes if item.name in ("zygote", "compiler", "fetcher")]
+        await together(*map(self._start, alone), self._start_vault())
 
     async def _start_vault(self) -> None:
         auditd, vaultd = self._named("auditd"), self._named("vaultd")
@@ -163,7 +175,8 @@ class Daemons:
     def _bind(self, name: str) -> InheritedDescriptors:
         """Return the daemon's socket: that of its former process, if hostd has it."""
         if name not in self._bound:
-            self._bound[name] = wire.bind_unix(self._sockets[name], 0o660, (0, self._config.uids.serve))
+            client = self._config.uids.vaultd if name == "fetcher" else self._config.uids.serve
+            self._bound[name] = wire.bind_unix(self._sockets[name], 0o660, (0, client))
         return InheritedDescriptors({LISTEN_FD: os.dup(self._bound[name].fileno())})
 
     async def _audit_socket(self) -> InheritedDescriptors:
@@ -181,6 +194,8 @@ class Daemons:
             case "compiler":
                 channel = partial(self._control_channel, "compiler")
                 return self._make(process, uids.compiler, None, channel, self._compiler_ready, _nothing)
+            case "fetcher":
+                return self._make(process, uids.fetcher, None, self._fetcher_channels, self._fetcher_ready, _nothing)
             case "zygote":
                 netns, channel = self._config.upstream_netns, partial(self._control_channel, "zygote")
                 return self._make(process, 0, netns, channel, self._zygote_ready, self._zygote_up)
@@ -333,6 +348,8 @@ class Daemons:
         await self._connect("vaultd", self._sockets["vaultd"])
         if restarted:
             self._reconnect("vaultd")
+        if self._references is not None:
+            self._references.changed()
 
     async def _control_channel(self, name: str) -> InheritedDescriptors:
         """Make the channel to a daemon that has no socket: only hostd can send to it."""
@@ -353,6 +370,23 @@ class Daemons:
     async def _from_compiler(self, _client: wire.Client, _changed: compiler.Changed, fds: list[int]) -> None:
         close_all(fds)
         self._changed()
+        if self._references is not None:
+            self._references.changed()
+
+    async def _fetcher_channels(self) -> InheritedDescriptors:
+        control = await self._control_channel("fetcher")
+        return InheritedDescriptors({**control.fds, **self._bind("fetcher").fds})
+
+    async def _fetcher_ready(self) -> None:
+        serve = handler(fetcher.REPORTS, self._supplies.answer)
+        client = wire.Client(self._controls.pop("fetcher"), serve, takes=wire.NARROW)
+        client.start()
+        await client.ask(wire.Ping(), timeout=None)
+        previous = self._clients.get("fetcher")
+        self._clients["fetcher"] = client
+        self._look_after("fetcher", self._supervised["fetcher"].pid, client)
+        if previous is not None:
+            await previous.close()
 
     async def _zygote_ready(self) -> None:
         client = wire.Client(self._controls.pop("zygote"), handler(REPORTS, self._from_zygote), takes=wire.NARROW)
@@ -438,11 +472,13 @@ class Daemons:
 
     async def stop(self) -> None:
         """End all daemons in a fixed order."""
+        if self._references is not None:
+            await self._references.close()
         for task in (self._renewal, self._attaching, *self._looking.values()):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for name in ("serve", "zygote", "compiler", "vaultd", "auditd"):
+        for name in ("serve", "zygote", "compiler", "vaultd", "fetcher", "auditd"):
             if (client := self._clients.pop(name, None)) is not None:
                 await client.close()
             if (daemon := self._supervised.pop(name, None)) is not None:

@@ -79,6 +79,7 @@ class Uids(_Strict):
     vaultd: int = Field(ge=1)
     auditd: int = Field(ge=1)
     compiler: int = Field(ge=1)
+    fetcher: int = Field(ge=1)
     worker_base: int = Field(ge=1)
     workers: int = Field(ge=1, le=4094)
 
@@ -87,20 +88,20 @@ class Uids(_Strict):
         daemons = set(self.daemons)
         if len(daemons) != len(self.daemons) or any(0 <= uid - self.worker_base < self.workers for uid in daemons):
             raise ValueError("each daemon and each worker needs a uid of its own")
-        if self.fetcher in daemons:
+        if self.image_fetcher in daemons:
             raise ValueError("the uid behind the workers' is the fetcher's of images")
         sandboxes = range(sandbox_users(0), sandbox_users(self.workers))
-        if any(uid in sandboxes for uid in (*daemons, self.worker_base, self.fetcher)):
+        if any(uid in sandboxes for uid in (*daemons, self.worker_base, self.image_fetcher)):
             raise ValueError("a uid is in the range of the sandboxes")
         return self
 
     @property
     def daemons(self) -> tuple[int, ...]:
         """The uids of the daemons, one for each."""
-        return self.serve, self.vaultd, self.auditd, self.compiler
+        return self.serve, self.vaultd, self.auditd, self.compiler, self.fetcher
 
     @property
-    def fetcher(self) -> int:
+    def image_fetcher(self) -> int:
         """The user that fetches and unpacks images. The guard judges its packets like a worker's."""
         return self.worker_base + self.workers
 
@@ -195,9 +196,23 @@ class RegistryConfig(_Strict):
 class ProcessConfig(_Strict):
     """A daemon: `python -m <module> <config>`."""
 
-    name: Literal["auditd", "vaultd", "compiler", "zygote", "serve"]
+    name: Literal["auditd", "vaultd", "compiler", "zygote", "serve", "fetcher"]
     module: str = Field(pattern=r"^[a-z_][a-z0-9_.]*$")
     config: str
+
+
+class SuppliesConfig(_Strict):
+    """What hostd opens for the fetcher. Nothing here is a secret.
+
+    Attributes:
+        environment: names of variables of hostd's environment.
+        directories: directories of files with secrets, in the order in which they are searched.
+        credential: the file with the credential for HashiCorp Vault.
+    """
+
+    environment: list[str]
+    directories: list[str]
+    credential: str | None
 
 
 class ListenConfig(_Strict):
@@ -223,6 +238,7 @@ class DaemonMemory(_Strict):
     zygote: int = Field(ge=LEAST_MEMORY)
     compiler: int = Field(ge=LEAST_MEMORY)
     serve: int = Field(ge=LEAST_MEMORY)
+    fetcher: int = Field(ge=LEAST_MEMORY)
 
 
 class HostConfig(_Strict):
@@ -260,6 +276,7 @@ class HostConfig(_Strict):
     disk_bandwidth: int | None = Field(ge=LEAST_BANDWIDTH, le=MOST_BANDWIDTH)
     volumes: VolumesConfig
     memory: DaemonMemory
+    supplies: SuppliesConfig
 
     @property
     def programs(self) -> dict[Runtime, str]:
@@ -275,6 +292,7 @@ class HostConfig(_Strict):
             raise ValueError("listen is the address of serve, and missing without it")
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
         paths += [self.upstream_roots, self.registries.skopeo, *self.volumes.allowed_host_paths]
+        paths += [*self.supplies.directories, *([] if self.supplies.credential is None else [self.supplies.credential])]
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
         _ = self.resolvers, self.allowed, self.limits
@@ -303,4 +321,5 @@ class HostConfig(_Strict):
     @property
     def guard_plan(self) -> GuardPlan:
         """The plan of guard and floor."""
-        return GuardPlan(self.uids.worker_base, self.uids.fetcher, self.resolvers, self.allowed).widened(self.limits)
+        uids = self.uids
+        return GuardPlan(uids.worker_base, uids.image_fetcher, self.resolvers, self.allowed).widened(self.limits)

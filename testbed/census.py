@@ -23,6 +23,7 @@ _NOTED = {
     "vault.vaultd": "vaultd",
     "audit.auditd": "auditd",
     "policy.compiler": "compiler",
+    "vault.fetcher": "fetcher",
     "gateway.zygote": "zygote",
 }
 _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")

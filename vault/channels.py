@@ -2,11 +2,12 @@
 
 The order of a release (invariant I5), each step only after the former:
 1. the rate limit and the decision (`Custody.decide`); a denial is audited and answered;
-2. the record `secret.release` is on auditd's disk;
-3. the decision is taken again, because the world may have changed while the record was written, and the value is read;
-   the uses that the lease permits are counted on disk, if the secret is limited;
-4. the value leaves, to the channel that asked, and only there.
-Nothing can happen between steps 3 and 4: a later `revoke` follows the value on the same stream and finds the lease.
+2. the source of the secret has a valid value (`Sources.obtain`): only this step waits for a backend;
+3. the record `secret.release` is on auditd's disk;
+4. the decision is taken again, because the world may have changed meanwhile, and the value is read, if it is still
+   valid (`Sources.current`); the uses that the lease permits are counted on disk, if the secret is limited;
+5. the value leaves, to the channel that asked, and only there. Its lease ends before the value does.
+Nothing can happen between steps 4 and 5: a later `revoke` follows the value on the same stream and finds the lease.
 
 - Without an audit record nothing is released: not a secret, not an intermediate.
 - A channel belongs to the sandbox and generation it was attached for; no message on it can change that.
@@ -29,6 +30,7 @@ from audit.client import AuditUnavailable
 from vault.custody import Consent, Custody, CustodyError
 from vault.freeze import Extent
 from vault.grants import Grant, GrantError, Refusal
+from vault.sources import Sources
 from vault.stores.port import StoreError
 from wire.api import vaultd
 from wire.api.vaultd import IssuedAuthority, Released, ReleasePurpose, Revoked, Value
@@ -92,8 +94,9 @@ class Channel:
 class Channels:
     """All workers' channels, at most one for each sandbox."""
 
-    def __init__(self, custody: Custody, audit: Audit, monotonic: Monotonic = time.monotonic) -> None:
+    def __init__(self, custody: Custody, sources: Sources, audit: Audit, monotonic: Monotonic = time.monotonic) -> None:
         self._custody = custody
+        self._sources = sources
         self._audit = audit
         self._now = monotonic
         self._channels: dict[str, Channel] = {}
@@ -233,6 +236,11 @@ class Channels:
             self._audit.note("secret.release", "deny", **_owner_fields(channel), **about, code=wire.Code.RATE_LIMITED)
             raise wire.RequestError(wire.Code.RATE_LIMITED, "too many releases")
         decision = self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub)
+        if isinstance(decision, Consent):
+            try:
+                await self._sources.obtain(channel.sandbox, wanted.secret)
+            except StoreError as error:
+                decision = Refusal(error.code, str(error))
         match decision:
             case Refusal(code, reason):
                 await self._accept("secret.release", "deny", channel, {**about, "code": code, "reason": reason})
@@ -250,8 +258,7 @@ class Channels:
             case Consent() as consent if self._channels.get(channel.sandbox) is channel:
                 uses: int | None = None
                 try:
-                    value = self._custody.value(channel.sandbox, wanted.secret)
-                    former = tuple(Value(one.reveal()) for one in self._custody.former(channel.sandbox, wanted))
+                    current = self._sources.current(channel.sandbox, wanted)
                     if not scrub:
                         uses = self._custody.take(channel.sandbox, wanted.secret)
                 except StoreError as error:
@@ -259,10 +266,11 @@ class Channels:
                 except OSError as error:
                     refused = Refusal(wire.Code.STORAGE, f"its use cannot be counted: {error.strerror}")
                 else:
-                    seconds = min(seconds, max(0, math.floor(consent.lease.total_seconds())))
+                    seconds = math.floor(max(0.0, min(seconds, consent.lease.total_seconds(), current.seconds)))
                     end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
                     channel.leases[wanted.secret] = end
-                    return Released(Value(value.reveal()), former, seconds, consent.scope.form, uses)
+                    former = tuple(Value(one.reveal()) for one in current.former)
+                    return Released(Value(current.value.reveal()), former, seconds, consent.scope.form, uses)
             case Consent():
                 refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
         self._audit.note(

@@ -1,4 +1,5 @@
-"""`sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | rekey`.
+"""`sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | backends | check |
+rekey`.
 
 - A value comes from standard input or a file, never from the command line, where every user of the host could read it.
 - What can be neither a header value nor a client certificate is refused before it is sent; a line break at the end of a
@@ -111,6 +112,10 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     command("init", "make the master key")
     command("rekey", "replace the master key: seal everything with a new one; repeat it if it was broken off")
     command("list", "show names and bindings").add_argument("--json", action="store_true")
+    command("backends", "show the configured backends of secrets, and the problems that they have now")
+    command("check", "read a reference to a backend's secret, and show for how long its value is used").add_argument(
+        "reference", help="as a policy names it: vault://mount/path#field, env://NAME, ..."
+    )
     put = command("put", "store a new secret; its value comes from standard input")
     rotate = command("rotate", "replace a secret's value")
     delete = command("delete", "delete a secret and call it back from all sandboxes")
@@ -186,6 +191,16 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
                 await client.unfreeze(options.sandbox, options.secret)
                 return (
                     f"{_frozen(options.sandbox, options.secret)} is not frozen any more{_left(await client.listed())}"
+                )
+            case "backends":
+                return "\n".join(
+                    f"{one.name}  {one.about}  {one.problem or 'ready'}" for one in await client.backends()
+                )
+            case "check":
+                found = await client.check(options.reference)
+                return (
+                    f"{options.reference} has a value; it is read again after {found.fresh_seconds} s, "
+                    f"and used for {found.valid_seconds} s at most"
                 )
             case "rekey":
                 following = next_file(places.master_key_file)

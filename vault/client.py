@@ -29,6 +29,7 @@ type OnRevoke = Callable[[frozenset[str] | None], Awaitable[None]]
 """Called with the names whose leases ended, or None for all of them."""
 
 RELEASE_TIMEOUT = 10.0
+CHECK_TIMEOUT = 20.0
 
 
 class VaultError(Exception):
@@ -219,6 +220,14 @@ class AdminClient(wire.Client):
     async def unfreeze(self, sandbox: str | None = None, secret: str | None = None) -> None:
         """End the freeze that was begun with the same values."""
         await self.ask(vaultd.UnfreezeSecrets(sandbox, secret))
+
+    async def check(self, reference: str) -> vaultd.Checked:
+        """Read a reference to a backend's secret; its value is not returned."""
+        return await self.ask(vaultd.CheckReference(reference), timeout=CHECK_TIMEOUT)
+
+    async def backends(self) -> tuple[vaultd.BackendLine, ...]:
+        """The configured backends, with their problems."""
+        return (await self.ask(vaultd.ListBackends(), timeout=CHECK_TIMEOUT)).backends
 
     async def rotate(self, name: str, value: Secret) -> int:
         """Replace a value, revoke its leases, return the new version."""

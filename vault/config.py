@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vault.fetching import FetcherPlace
 from wire.errors import ConfigError
 
-_KEYS = frozenset({"directory", "uids", "master_key_file"})
+_KEYS = frozenset({"directory", "uids", "master_key_file", "fetcher"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class VaultConfig:
     directory: Path
     uids: frozenset[int]
     master_key_file: Path | None = None
+    fetcher: FetcherPlace | None = None
+    """None: there is no backend beside the sealed store."""
 
     @classmethod
     def read(cls, path: Path) -> "VaultConfig":
@@ -46,6 +49,19 @@ class VaultConfig:
             wrong.append("uids")
         if key is not None and not isinstance(key, str):
             wrong.append("master_key_file")
+        fetcher = data.get("fetcher")
+        if fetcher is not None and not (
+            isinstance(fetcher, dict)
+            and fetcher.keys() == {"socket", "uid"}
+            and isinstance(fetcher["socket"], str)
+            and type(fetcher["uid"]) is int
+        ):
+            wrong.append("fetcher")
         if wrong:
             raise ConfigError(f"{path}: no good {', '.join(wrong)}")
-        return cls(Path(data["directory"]), frozenset(uids), None if key is None else Path(key))
+        return cls(
+            Path(data["directory"]),
+            frozenset(uids),
+            None if key is None else Path(key),
+            None if fetcher is None else FetcherPlace(Path(fetcher["socket"]), fetcher["uid"]),
+        )

@@ -6,6 +6,9 @@
   destinations, its selectors and its limits. No freeze may cover it. All of it is checked at each release.
 - A grant of a stored secret that does not exist, has expired, or is for other sandboxes can be given. It has no effect
   while that is so, and the other grants are not affected.
+- A reference to a backend's secret has no binding of its own. The operator's policy file is the statement where it may
+  go, and hostd passes that on (`refer`). It is checked at each release. It is not on disk: until hostd has passed it
+  on, no reference is released.
 - An inline secret belongs to one sandbox. It cannot have the name of a stored secret.
 - An inline secret is bound to destinations when its value is given (`bounds`). A later change can remove destinations.
   It can add one only together with the value.
@@ -25,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from policy.references import is_reference
 from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.budgets import Budgets
 from vault.freeze import Freezes
@@ -122,6 +126,7 @@ class Custody:
         self._lineages = lineages
         self._clock = clock
         self._sandboxes: dict[str, SandboxState] = {}
+        self._referred: frozenset[Grant] | None = None
         damaged = 0
         for name in sandboxes.names():
             try:
@@ -342,6 +347,8 @@ class Custody:
             return frozen
         if wanted.secret in state.inline:
             return Consent(MAX_LEASE, RequestScope())
+        if is_reference(wanted.secret):
+            return self._refusal_of_reference(wanted) or Consent(MAX_LEASE, RequestScope())
         try:
             binding = self.store.info(wanted.secret).binding
         except UnknownSecretError:
@@ -371,7 +378,7 @@ class Custody:
             StoreError: the secret is unknown or damaged.
             OSError: they could not be counted; nothing was taken.
         """
-        if secret in self._get(sandbox).inline:
+        if secret in self._get(sandbox).inline or is_reference(secret):
             return None
         return self.budgets.take(secret, sandbox, self.store.info(secret).binding.limits)
 
@@ -390,7 +397,7 @@ class Custody:
             if Grant(wanted.secret, host, wanted.port, wanted.scheme).covers(wanted)
             for value in still_former(former, now)
         ]
-        if wanted.secret not in state.inline:
+        if wanted.secret not in state.inline and not is_reference(wanted.secret):
             found += self.store.former(wanted.secret)
         return tuple(found)
 
@@ -414,6 +421,38 @@ class Custody:
         granted = (grant.secret for state in self._sandboxes.values() for grant in state.grants)
         return self._stored(secret) or secret in granted
 
+    @property
+    def referred(self) -> frozenset[Grant] | None:
+        """The references of the operator's document, each with each of its destinations; None: not known yet."""
+        return self._referred
+
+    def refer(self, uses: frozenset[Grant]) -> frozenset[str]:
+        """Replace the references of the operator's document; return those that lose a destination.
+
+        Raises:
+            CustodyError: invalid: one is no reference, or for no exact host. Nothing is changed.
+        """
+        if any(use.wildcard or not is_reference(use.secret) for use in uses):
+            raise CustodyError(Code.INVALID, "what the operator's document names is a reference for exact hosts")
+        lost = (self._referred or frozenset()) - uses
+        self._referred = uses
+        return frozenset(use.secret for use in lost)
+
+    def referring(self) -> dict[str, list[str]]:
+        """Return the sandboxes that may have each reference now."""
+        found: dict[str, list[str]] = {}
+        for name, state in self._sandboxes.items():
+            for secret in {grant.secret for grant in state.grants & (self._referred or frozenset())}:
+                found.setdefault(secret, []).append(name)
+        return found
+
+    def _refusal_of_reference(self, wanted: Grant) -> Refusal | None:
+        if self._referred is None:
+            return Refusal(Code.UNAVAILABLE, "the references of the operator's policy file are not known yet")
+        if wanted not in self._referred:
+            return Refusal(Code.NOT_BOUND, "no rule of the operator's policy file names this secret for this host")
+        return None
+
     def users(self, secret: str) -> list[str]:
         """Return the sandboxes in which the name `secret` means the stored secret."""
         return [
@@ -435,6 +474,8 @@ class Custody:
         for name, value in state.inline.items():
             if problem := text_problem(inline_name(name) and value.reveal()):
                 raise CustodyError(Code.INVALID, problem)
+            if is_reference(name):
+                raise CustodyError(Code.INVALID, "an inline secret may not have the name of a backend's secret")
             if self._stored(name):
                 raise CustodyError(Code.EXISTS, "an inline secret may not have a stored secret's name")
         bound = within(state.grants, state.bounds)
@@ -442,6 +483,8 @@ class Custody:
             if grant.secret in state.inline:
                 if grant not in bound:
                     raise CustodyError(Code.NOT_BOUND, f"{grant.secret}: its value was not given for {grant.host}")
+                continue
+            if is_reference(grant.secret):  # judged at each release: `serve` can have read a newer file than hostd
                 continue
             if former is not None and grant in former.grants and grant.secret not in former.inline:
                 continue

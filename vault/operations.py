@@ -19,17 +19,22 @@ from typing import Any
 
 import wire
 from audit.client import AuditUnavailable
+from policy.references import SecretReference
 from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
 from vault.freeze import Extent, TooManyFreezesError
 from vault.grants import Grant, GrantError, Refusal, SecretBinding, check, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
+from vault.readings import Readings
 from vault.secret import Secret
 from vault.stores.port import StoreError, check_value
 from wire.api import vaultd
 from wire.frames import close_all
 from wire.operations import Message
+
+_CHECK = "check"
+"""The sandbox for which an operator's check reads a reference. No sandbox has this id."""
 
 
 class VaultOperations:
@@ -39,6 +44,7 @@ class VaultOperations:
         self,
         custody: Custody,
         channels: Channels,
+        readings: Readings,
         audit: Audit,
         rekey: Callable[[], None],
         administrators: frozenset[int] = frozenset({0}),
@@ -46,6 +52,7 @@ class VaultOperations:
         self._custody = custody
         self._store = custody.store
         self._channels = channels
+        self._readings = readings
         self._audit = audit
         self._rekey = rekey
         self._administrators = administrators
@@ -100,6 +107,12 @@ class VaultOperations:
                 await self._close(request, actor)
             case vaultd.Attach():
                 await self._attach(request, fds)
+            case vaultd.Refer():
+                await self._refer(request, actor)
+            case vaultd.CheckReference():
+                return await self._check_reference(request)
+            case vaultd.ListBackends():
+                return await self._list_backends()
             case vaultd.WriteLogin():
                 await self._write_login(request, actor, fds)
             case _:
@@ -241,6 +254,41 @@ class VaultOperations:
             sock.close()
             raise wire.RequestError(wire.Code.INVALID, "attach comes with one unix stream socket")
         await self._channels.attach(request.sandbox, request.generation, sock, request.images)
+
+    async def _refer(self, request: vaultd.Refer, actor: str) -> None:
+        uses, former = frozenset(_grants(request.uses)), self._custody.referred
+        if uses == former:
+            return
+        about: dict[str, Any] = {"count": len(uses), "actor": actor}
+        if former is not None and uses <= former:
+            self._audit.note("vault.refer", "info", **about)
+        else:
+            try:
+                await self._audit.accept("vault.refer", "info", durable=True, **about)
+            except AuditUnavailable:
+                await self._end_references(self._custody.refer(uses & (former or frozenset())))
+                raise
+        await self._end_references(self._custody.refer(uses))
+
+    async def _end_references(self, names: frozenset[str]) -> None:
+        """End the leases of references that lost a destination."""
+        for name in names:
+            await self._channels.revoke_everywhere(name, self._custody.users(name))
+
+    async def _check_reference(self, request: vaultd.CheckReference) -> vaultd.Checked:
+        try:
+            reference = str(SecretReference.parse(request.reference))
+        except ValueError as error:
+            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
+        return vaultd.Checked(*await self._readings.check(reference, _CHECK))
+
+    async def _list_backends(self) -> vaultd.BackendLines:
+        return vaultd.BackendLines(
+            tuple(
+                vaultd.BackendLine(state.name, state.about, "" if state.problem is None else state.problem.reason)
+                for state in await self._readings.examine()
+            )
+        )
 
     async def _write_login(self, request: vaultd.WriteLogin, actor: str, fds: list[int]) -> None:
         if len(fds) != 1 or not stat.S_ISFIFO(os.fstat(fds[0]).st_mode):

@@ -20,6 +20,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from pathlib import Path
 
 import wire
@@ -28,11 +29,14 @@ from vault.budgets import Budgets
 from vault.channels import Channels
 from vault.config import VaultConfig
 from vault.custody import Custody
+from vault.fetching import FetcherClient, NoFetcher
 from vault.freeze import Freezes
 from vault.hardening import harden
 from vault.head import HeadError, StoreHead
 from vault.keyring import ENVIRONMENT, NEXT_ENVIRONMENT, Keyring, MasterKeyError, load
 from vault.operations import VaultOperations
+from vault.readings import Readings
+from vault.sources import Sources
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from vault.stores.sealed import FileStore
 from wire.api import vaultd
@@ -130,9 +134,12 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
     if vault.store.damaged:
         _log.error("damaged secrets, refused until deleted: %s", ", ".join(vault.store.damaged))
     audit = AuditClient.from_fd(audit_fd)
-    channels = Channels(vault.custody, audit)
+    fetcher = NoFetcher() if config.fetcher is None else FetcherClient(config.fetcher)
+    readings = Readings(fetcher, vault.custody, time.monotonic)
+    channels = Channels(vault.custody, Sources(vault.custody, readings), audit)
+    readings.changed = channels.revoke_everywhere
     operations = VaultOperations(
-        vault.custody, channels, audit, lambda: vault.rekey(load(config.master_key_file, os.environ))
+        vault.custody, channels, readings, audit, lambda: vault.rekey(load(config.master_key_file, os.environ))
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,14 +155,17 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
     _log.info("ready: %d secrets, %d sandboxes", len(vault.store.list_infos()), len(vault.custody.names()))
     try:
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(_end_with(audit, stop))
+            tasks = (group.create_task(_end_with(audit, stop)), group.create_task(readings.maintain()))
             await stop.wait()
-            watch.cancel()
+            for task in tasks:
+                task.cancel()
         status = 0 if audit.available else EXIT_AUDIT_ENDED
     finally:
         server.cancel()
         await asyncio.gather(server, return_exceptions=True)
         await channels.close()
+        await readings.close()
+        await fetcher.close()
         await audit.close()
         vault.close()
     if status == EXIT_AUDIT_ENDED:

@@ -39,6 +39,7 @@ class Code(StrEnum):
     FULL = "full"
     RATE_LIMITED = "rate_limited"
     FROZEN = "frozen"  # the operator has stopped the use of the secret
+    BACKEND = "backend"  # a backend of secrets gives no value now
     UNAVAILABLE = "unavailable"  # a part that the request needs does not answer
     AUDIT_UNAVAILABLE = "audit_unavailable"
     RESIDUE = "residue"  # a removed object still has parts

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from lifecycle.api.credentials import KEY_ID, LEAST_ROUTE_KEY
 from lifecycle.sandboxes import quantities
+from policy.references import BackendKind, backend_of, is_reference
 from runtimes.images.references import Pattern, Reference
 from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, configured_name, image_environment
 from wire.errors import ConfigError
@@ -187,6 +189,54 @@ def _host_paths(value: Any) -> tuple[str, ...]:
     return paths
 
 
+def _variables(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    if len(set(names)) != len(names) or any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,127}", name) for name in names):
+        raise ValueError("must be a list of names of variables, each once")
+    return names
+
+
+def _commands(value: Any) -> tuple[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], ...]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tables with name and argv")
+    commands: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {}
+    for item in value:
+        if not isinstance(item, dict) or not {"name", "argv"} <= set(item) <= {"name", "argv", "env"}:
+            raise ValueError("each command has name and argv, may have env, and nothing else")
+        name, argv, env = str(_text(item["name"])), _texts(item["argv"]), _text_map(item.get("env", {}))
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name, re.ASCII) or name in commands:
+            raise ValueError("each command has a name of its own, of letters, digits, `.`, `_` and `-`")
+        if not argv or not argv[0].startswith("/"):
+            raise ValueError("argv begins with the absolute path of a program")
+        _variables(list(env))
+        for text in env.values():
+            if is_reference(text) and backend_of(text) not in (BackendKind.ENV, BackendKind.FILE):
+                raise ValueError("a value in env is plain text, env://NAME or file://NAME")
+        commands[name] = name, argv, tuple(env.items())
+    return tuple(commands.values())
+
+
+def _vault_address(value: Any) -> str:
+    text = str(_text(value))
+    try:
+        parts = urlsplit(text)
+        local = parts.hostname in ("127.0.0.1", "::1", "localhost")
+        good = parts.scheme == "https" or (parts.scheme == "http" and local)
+        extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
+        _ = parts.port
+    except ValueError:
+        raise ValueError("must be a URL") from None
+    if text and (not good or not parts.hostname or extra):
+        raise ValueError("must be https://HOST:PORT; http only for an agent on this host's loopback")
+    return text
+
+
+def _vault_path(value: Any) -> str:
+    if not re.fullmatch(r"([A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*)?", str(_text(value)), re.ASCII) or ".." in value:
+        raise ValueError("must be a path of names without a slash at either end")
+    return str(value)
+
+
 def _daemon_memory(value: Any) -> int:
     memory = _memory(value)
     if memory < LEAST_MEMORY:
@@ -241,6 +291,10 @@ ImageBytes = Annotated[int, PlainValidator(_image_bytes), Bounds("at least 1Mi")
 Cpu = Annotated[int, PlainValidator(_cpu), Bounds("above 0")]
 Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
+Variables = Annotated[tuple[str, ...], PlainValidator(_variables), Bounds("names of variables")]
+Commands = Annotated[tuple[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], ...], PlainValidator(_commands)]
+VaultAddress = Annotated[str, PlainValidator(_vault_address), Bounds("https, or http on loopback")]
+VaultPath = Annotated[str, PlainValidator(_vault_path)]
 HostPaths = Annotated[tuple[str, ...], PlainValidator(_host_paths), Bounds("absolute paths")]
 DaemonMemory = Annotated[int, PlainValidator(_daemon_memory), Bounds(f"at least {LEAST_MEMORY >> 20}Mi")]
 Dsn = Annotated[str, PlainValidator(_dsn), Bounds("a DSN in a form of libpq, without a password")]
@@ -544,6 +598,9 @@ class SettingsModel(BaseModel):
     sallyport_memory_serve: DaemonMemory = _key(
         "sallyport.memory.serve", "2Gi", "the same for the API server", unit="bytes"
     )
+    sallyport_memory_fetcher: DaemonMemory = _key(
+        "sallyport.memory.fetcher", "1Gi", "the same for the process that speaks to backends of secrets", unit="bytes"
+    )
     sallyport_default_disk: Disk = _key(
         "sallyport.default_disk",
         "2Gi",
@@ -736,6 +793,67 @@ class SettingsModel(BaseModel):
         shown="`state_dir/vault/master-key`",
         example="/var/lib/sallyport/state/vault/master-key",
     )
+    sallyport_vault_environment: Variables = _key(
+        "sallyport.vault.environment",
+        [],
+        "variables of the server's environment that a policy may name as `env://NAME`",
+        example=["OPENAI_API_KEY"],
+    )
+    sallyport_vault_file_directories: HostPaths = _key(
+        "sallyport.vault.file_directories",
+        [],
+        "directories whose files a policy may name as `file://NAME`; the first one with the file counts",
+        example=["/run/credentials/sallyport.service"],
+    )
+    sallyport_vault_commands: Commands = _key(
+        "sallyport.vault.commands",
+        [],
+        '`[{name = "x", argv = ["/usr/bin/pass", "show", "x"], env = {HOME = "/srv/pass"}}]`: programs whose output a '
+        "policy may name as `command://x`; a value in `env` can be `env://NAME` or `file://NAME`",
+    )
+    sallyport_vault_hashicorp_address: VaultAddress = _key(
+        "sallyport.vault.hashicorp.address",
+        "",
+        "HashiCorp Vault or OpenBao, whose secrets a policy may name as `vault://mount/path#field`",
+        example="https://vault.example.com:8200",
+    )
+    sallyport_vault_hashicorp_ca_file: OptionalPath = _key(
+        "sallyport.vault.hashicorp.ca_file",
+        None,
+        "the authorities of its certificate (PEM); no others count",
+        shown="`sallyport.upstream_roots`",
+        example="",
+    )
+    sallyport_vault_hashicorp_namespace: Text = _key(
+        "sallyport.vault.hashicorp.namespace", "", "sent with each request"
+    )
+    sallyport_vault_hashicorp_auth: Literal["token", "approle", "jwt", "kubernetes"] = _key(
+        "sallyport.vault.hashicorp.auth", "approle", "how Sallyport logs in"
+    )
+    sallyport_vault_hashicorp_auth_mount: VaultPath = _key(
+        "sallyport.vault.hashicorp.auth_mount", "", "where that method is mounted; empty: at its own name"
+    )
+    sallyport_vault_hashicorp_role: Text = _key(
+        "sallyport.vault.hashicorp.role", "", "the role of the login; of `approle` the role id"
+    )
+    sallyport_vault_hashicorp_credential_file: OptionalPath = _key(
+        "sallyport.vault.hashicorp.credential_file",
+        None,
+        "the token, secret id or JWT, in a file that root can read; it is read at each login",
+        shown="none",
+        example="",
+    )
+    sallyport_vault_hashicorp_allowed: Texts = _key(
+        "sallyport.vault.hashicorp.allowed",
+        [],
+        "paths that a policy may name, each exact or a prefix and `*`; empty: all that Vault permits",
+    )
+    sallyport_vault_refresh_seconds: Annotated[int, Field(ge=5, le=300)] = _key(
+        "sallyport.vault.refresh_seconds",
+        60,
+        "after this time a backend is asked again for a value without a lease of its own",
+        unit="s",
+    )
     sallyport_uids_serve: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
         "sallyport.uids.serve", 700000001, "user of the API server"
     )
@@ -747,6 +865,9 @@ class SettingsModel(BaseModel):
     )
     sallyport_uids_compiler: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
         "sallyport.uids.compiler", 700000004, "user of the policies' compiler"
+    )
+    sallyport_uids_fetcher: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
+        "sallyport.uids.fetcher", 700000005, "user of the process that speaks to backends of secrets"
     )
     sallyport_uids_worker_base: Annotated[int, Field(ge=1, le=2**31 - 1)] = _key(
         "sallyport.uids.worker_base", 700001000, "first user of the gateway workers"

@@ -26,10 +26,11 @@ from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.snapshots.snapshot import SnapshotBounds
+from policy.references import BackendKind
 
 _MAX_DSN = 4096
-_UIDS = ("serve", "vaultd", "auditd", "compiler", "worker_base", "workers")
-_DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve")
+_UIDS = ("serve", "vaultd", "auditd", "compiler", "fetcher", "worker_base", "workers")
+_DAEMONS = ("auditd", "vaultd", "zygote", "compiler", "serve", "fetcher")
 
 
 def uids(settings: Settings) -> dict[str, int]:
@@ -258,7 +259,68 @@ def vault_config(settings: Settings) -> dict[str, Any]:
         "directory": str(settings.state_dir / "vault"),
         "uids": [0, uids(settings)["serve"]],
         "master_key_file": str(settings.master_key_file),
+        "fetcher": {"socket": str(settings.run_dir / "fetcher.sock"), "uid": uids(settings)["fetcher"]}
+        if backends(settings)
+        else None,
     }
+
+
+def backends(settings: Settings) -> frozenset[BackendKind]:
+    """Return the backends of secrets that the operator has configured."""
+    keys = {
+        BackendKind.ENV: "sallyport.vault.environment",
+        BackendKind.FILE: "sallyport.vault.file_directories",
+        BackendKind.COMMAND: "sallyport.vault.commands",
+        BackendKind.VAULT: "sallyport.vault.hashicorp.address",
+    }
+    return frozenset(backend for backend, key in keys.items() if settings.get(key))
+
+
+def fetcher_config(settings: Settings) -> dict[str, Any]:
+    """Return the configuration of the fetcher."""
+    return {
+        "vaultd": uids(settings)["vaultd"],
+        "refresh_seconds": settings.get("sallyport.vault.refresh_seconds"),
+        "environment": len(settings.get("sallyport.vault.environment")),
+        "file_directories": len(settings.get("sallyport.vault.file_directories")),
+        "commands": {
+            name: {"argv": list(argv), "environment": dict(environment)}
+            for name, argv, environment in settings.get("sallyport.vault.commands")
+        },
+        "hashicorp": _hashicorp(settings),
+    }
+
+
+def _hashicorp(settings: Settings) -> dict[str, Any] | None:
+    """Return the server of `vault://`.
+
+    Raises:
+        SettingsError: a key is missing that its login needs.
+    """
+
+    def get(key: str) -> Any:
+        return settings.get(f"sallyport.vault.hashicorp.{key}")
+
+    if not get("address"):
+        return None
+    if not get("credential_file"):
+        raise SettingsError("sallyport.vault.hashicorp.credential_file is missing: it has the token, secret id or JWT")
+    if get("auth") != "token" and not get("role"):
+        raise SettingsError(f"sallyport.vault.hashicorp.role is missing: the login {get('auth')} needs it")
+    return {
+        "address": get("address").rstrip("/"),
+        "roots": str(get("ca_file") or settings.upstream_roots),
+        "namespace": get("namespace"),
+        "auth": get("auth"),
+        "mount": get("auth_mount"),
+        "role": get("role"),
+        "allowed": list(get("allowed")),
+    }
+
+
+def _credential_file(settings: Settings) -> str | None:
+    path = settings.get("sallyport.vault.hashicorp.credential_file")
+    return None if path is None else str(path)
 
 
 def compiler_config(settings: Settings) -> dict[str, Any]:
@@ -286,6 +348,8 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "zygote": "gateway.zygote",
         "serve": "lifecycle.serve",
     }
+    if backends(settings):
+        modules["fetcher"] = "vault.fetcher"
     return {
         "run_dir": str(settings.run_dir),
         "state_dir": str(settings.state_dir),
@@ -330,6 +394,11 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
             "max_count": settings.get("sallyport.max_volumes"),
         },
         "memory": {name: settings.get(f"sallyport.memory.{name}") for name in _DAEMONS},
+        "supplies": {
+            "environment": list(settings.get("sallyport.vault.environment")),
+            "directories": list(settings.get("sallyport.vault.file_directories")),
+            "credential": _credential_file(settings),
+        },
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()
@@ -343,8 +412,13 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
     Raises:
         SettingsError, OSError: they cannot be written, or a file that they name cannot be read.
     """
-    for path in (settings.upstream_roots, *([settings.policy_file] if settings.policy_file else [])):
-        check_readable(path)
+    for path in (
+        settings.upstream_roots,
+        settings.policy_file,
+        settings.get("sallyport.vault.hashicorp.ca_file"),
+    ):
+        if path is not None:
+            check_readable(path)
     if len(str(settings.run_dir)) > 60:
         raise SettingsError("sallyport.run_dir is too long for unix sockets (60 characters at most)")
     directory = settings.run_dir / "launch"
@@ -355,6 +429,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
         "vaultd": vault_config(settings),
         "compiler": compiler_config(settings),
         "zygote": {},
+        "fetcher": fetcher_config(settings),
     }
     for name, document in files.items():
         _write(directory / f"{name}.json", json.dumps(document, indent=1) + "\n")

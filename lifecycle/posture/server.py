@@ -42,6 +42,7 @@ _USERS = {
     "vaultd": 701000002,
     "auditd": 701000003,
     "compiler": 701000004,
+    "fetcher": 701000005,
     "worker_base": 701001000,
     "workers": 64,
 }

@@ -289,7 +289,7 @@ def users(uids: Uids) -> str:
     if found := overlapping(uids, taken):
         raise CheckError(f"{', '.join(found)} has a uid or gid that is configured for Sallyport")
     first, end = sandbox_users(0), sandbox_users(uids.workers) - 1
-    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{uids.fetcher} and {first}-{end} are free"
+    return f"{', '.join(map(str, uids.daemons))}, {uids.worker_base}-{uids.image_fetcher} and {first}-{end} are free"
 
 
 def subordinate(text: str) -> list[tuple[str, int, int]]:
@@ -301,7 +301,7 @@ def subordinate(text: str) -> list[tuple[str, int, int]]:
 def overlapping(uids: Uids, taken: Iterable[tuple[str, int, int]]) -> list[str]:
     """Return the names whose ids (name, first, count) overlap with those of Sallyport, sorted."""
     ours = [range(uid, uid + 1) for uid in uids.daemons]
-    ours.append(range(uids.worker_base, uids.fetcher + 1))
+    ours.append(range(uids.worker_base, uids.image_fetcher + 1))
     ours.append(range(sandbox_users(0), sandbox_users(uids.workers)))
     found = {name for name, first, count in taken for own in ours if first < own.stop and own.start < first + count}
     return sorted(found)

@@ -89,7 +89,7 @@ class Workshop:
         Raises:
             wire.RequestError: the host has no room for it.
         """
-        uid, most = self._config.uids.fetcher, self._config.registries.max_bytes
+        uid, most = self._config.uids.image_fetcher, self._config.registries.max_bytes
         found = os.statvfs(self._directory)
         free = int(found.f_bavail * found.f_frsize * (1 - _SPARE))
         size = min(2 * most + _LEAST_DISK, free)
@@ -144,7 +144,7 @@ class Workshop:
         Raises:
             wire.RequestError: it is no layout, or too large.
         """
-        most, uid = self._config.registries.max_bytes, self._config.uids.fetcher
+        most, uid = self._config.registries.max_bytes, self._config.uids.image_fetcher
         try:
             await finished(asyncio.to_thread(_copy_layout, path, work / SOURCE, uid, most))
         except ValueError as error:
@@ -164,7 +164,7 @@ class Workshop:
                 netns=config.upstream_netns,
                 root=str(self._jail_root),
                 work=str(work),
-                uid=config.uids.fetcher,
+                uid=config.uids.image_fetcher,
                 files=network_files(config) if task is Task.FETCH else {},
                 roots=config.upstream_roots,
                 skopeo=config.registries.skopeo,

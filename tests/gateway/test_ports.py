@@ -215,7 +215,7 @@ async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets
     assert Secret("value 2") == await secrets.lease(PLAN, request())
 
 
-@pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "exhausted", "unknown_secret"])
+@pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "exhausted", "unknown_secret", "forbidden"])
 async def test_what_vaultd_judged_is_a_refusal_with_its_reason(far: Far, secrets: LeasedSecrets, code: str) -> None:
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(SecretRefused) as caught:
@@ -230,10 +230,13 @@ async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSe
         await secrets.lease(PLAN, request())
 
 
+@pytest.mark.parametrize("code", [wire.Code.FROZEN, wire.Code.BACKEND])
 @pytest.mark.parametrize("purpose", ["lease", "searched"])
-async def test_a_frozen_secret_is_unknown_and_not_absent(far: Far, secrets: LeasedSecrets, purpose: str) -> None:
+async def test_a_suspended_secret_is_unknown_and_not_absent(
+    far: Far, secrets: LeasedSecrets, purpose: str, code: wire.Code
+) -> None:
     """A response could hold it still, so it must not be left out of the search. It is asked for again at once."""
-    far.refusal = wire.RequestError(wire.Code.FROZEN, "a sentence")
+    far.refusal = wire.RequestError(code, "a sentence")
     for _ in range(2):
         with pytest.raises(SecretsSuspended) as caught:
             await (secrets.lease(PLAN, request()) if purpose == "lease" else secrets.searched(USE))

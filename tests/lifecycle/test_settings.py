@@ -29,8 +29,12 @@ from lifecycle.config.settings import (
 )
 from lifecycle.serve import route_keys
 from policy import compiler
+from policy.references import BackendKind
 from runtimes.spec import HostConfig
 from vault.config import VaultConfig
+from vault.fetcher_config import FetcherConfig
+from vault.stores.command import Command
+from vault.stores.hvac.config import Auth
 from wire.errors import ConfigError
 
 ROUTE_KEY = base64.b64encode(b"a key of signed routes").decode()
@@ -78,6 +82,25 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport]\ngateway_limits = {connection_rate = 10001}", "from 1 to 10000"),
         ("[sallyport]\ngateway_limits = {dial_rate = 5.0}", "sallyport.gateway_limits"),
         ("[sallyport]\ngateway_limits = {dial_rates = 5}", "unknown limit 'dial_rates'"),
+        ("[sallyport.vault]\nenvironment = ['A-B']", "sallyport.vault.environment"),
+        ("[sallyport.vault]\nenvironment = ['A', 'A']", "sallyport.vault.environment"),
+        ("[sallyport.vault]\nfile_directories = ['run']", "sallyport.vault.file_directories"),
+        ("[sallyport.vault]\ncommands = [{name = 'x'}]", "sallyport.vault.commands"),
+        ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['pass']}]", "absolute path of a program"),
+        ("[sallyport.vault]\ncommands = [{name = 'x', argv = []}]", "absolute path of a program"),
+        ("[sallyport.vault]\ncommands = [{name = 'x/y', argv = ['/a']}]", "a name of its own"),
+        (f"[sallyport.vault]\ncommands = [{', '.join(2 * ["{name = 'x', argv = ['/a']}"])}]", "a name of its own"),
+        ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], run = 'y'}]", "and nothing else"),
+        ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], env = {A = 'vault://a/b#c'}}]", "env://NAME"),
+        ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], env = {A = 'file://../b'}}]", "sallyport.vault"),
+        ("[sallyport.vault]\nrefresh_seconds = 4", "sallyport.vault.refresh_seconds"),
+        ("[sallyport.vault]\nrefresh_seconds = 301", "sallyport.vault.refresh_seconds"),
+        ("[sallyport.vault.hashicorp]\naddress = 'http://vault.example.com:8200'", "sallyport.vault.hashicorp.address"),
+        ("[sallyport.vault.hashicorp]\naddress = 'https://user:word@v:8200'", "sallyport.vault.hashicorp.address"),
+        ("[sallyport.vault.hashicorp]\naddress = 'https://v:8200/v1'", "sallyport.vault.hashicorp.address"),
+        ("[sallyport.vault.hashicorp]\naddress = 'https://v:port'", "sallyport.vault.hashicorp.address"),
+        ("[sallyport.vault.hashicorp]\nauth = 'ldap'", "sallyport.vault.hashicorp.auth"),
+        ("[sallyport.vault.hashicorp]\nauth_mount = '../sys'", "sallyport.vault.hashicorp.auth_mount"),
         ("[ingress.secure_access]\nactive_key = 'ab'", "ingress.secure_access.active_key"),
         ("[ingress.secure_access]\nactive_key = 'a'", "ingress.secure_access: the active key"),
         (f"[ingress.secure_access]\nkeys = [{{key_id = 'a', key = '{ROUTE_KEY}'}}]", "the active key"),
@@ -216,6 +239,59 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
     for path in [*directory.iterdir(), short / "state/lifecycle/api-key"]:
         assert 0o600 == path.stat().st_mode & 0o777
         assert key not in path.read_text() or path.name == "api-key"
+
+
+BACKENDS = """
+[sallyport.vault]
+environment = ["A"]
+file_directories = ["/run/credentials/sallyport.service"]
+commands = [{name = "c", argv = ["/bin/true"], env = {B = "env://A"}}]
+refresh_seconds = 5
+
+[sallyport.vault.hashicorp]
+address = "https://vault.example.com:8200/"
+role = "r"
+credential_file = "/etc/secret-id"
+allowed = ["kv/*"]
+"""
+
+
+def test_the_fetcher_is_told_names_and_hostd_what_to_open(short: Path, tmp_path: Path) -> None:
+    """Without a backend there is no fetcher."""
+    assert not launch.backends(settings())
+    assert launch.vault_config(settings())["fetcher"] is None
+    configured = settings(BACKENDS)
+    assert set(BackendKind) == launch.backends(configured)
+    path = tmp_path / "fetcher.json"
+    path.write_text(json.dumps(launch.fetcher_config(configured)))
+    read_ = FetcherConfig.read(path)
+    assert (700000002, 5, 1, 1) == (read_.vaultd, read_.refresh_seconds, read_.environment, read_.file_directories)
+    assert {"c": Command(("/bin/true",), {"B": "env://A"})} == read_.commands
+    assert read_.hashicorp is not None
+    assert ("https://vault.example.com:8200", Auth.APPROLE) == (read_.hashicorp.address, read_.hashicorp.auth)
+    assert str(configured.upstream_roots) == read_.hashicorp.roots
+    supplies = launch.host_config(configured, short)["supplies"]
+    directories = ["/run/credentials/sallyport.service"]
+    assert {"environment": ["A"], "directories": directories, "credential": "/etc/secret-id"} == supplies
+    assert "/etc/secret-id" not in path.read_text()
+
+
+@pytest.mark.parametrize("key", ["role", "credential_file"])
+def test_a_login_without_a_part_is_refused_by_its_key(key: str) -> None:
+    text = "\n".join(line for line in BACKENDS.splitlines() if not line.startswith(key))
+    with pytest.raises(SettingsError, match=f"sallyport.vault.hashicorp.{key} is missing"):
+        launch.fetcher_config(settings(text))
+
+
+def test_the_fetchers_file_is_strict(tmp_path: Path) -> None:
+    path = tmp_path / "fetcher.json"
+    good = launch.fetcher_config(settings(BACKENDS))
+    for wrong in (good | {"token": "x"}, {**good, "vaultd": "0"}, {**good, "hashicorp": {"address": "x"}}, []):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=r"fetcher\.json"):
+            FetcherConfig.read(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        FetcherConfig.read(tmp_path / "absent")
 
 
 def test_the_api_server_and_hostd_bound_launches_alike() -> None:

@@ -43,6 +43,7 @@ STORED = {"token": info("token"), "old": info("old", NOW - timedelta(hours=1))}
         (use(port=8443), "the secret is not bound to this port"),
         (use("old"), "the secret has expired"),
         (use("inline:1/a"), ""),  # a caller's own value
+        (use("vault://kv/a#b"), ""),  # `sallyport vault check` asks its backend
     ],
 )
 def test_what_the_vault_would_not_release_is_said(asked: SecretUse, remark: str) -> None:
@@ -51,6 +52,9 @@ def test_what_the_vault_would_not_release_is_said(asked: SecretUse, remark: str)
 
 def test_a_freeze_of_every_sandbox_is_said_and_that_of_one_is_not() -> None:
     said = [StoredSecrets(STORED, (extent,)).remark(use()) for extent in (ALL, Extent(None, "token"))]
+    assert ["the secret is frozen"] * 2 == said
+    reference = use("vault://kv/a#b")
+    said = [StoredSecrets(STORED, (extent,)).remark(reference) for extent in (ALL, Extent(None, reference.secret))]
     assert ["the secret is frozen"] * 2 == said
     for extent in (Extent("sbx-1"), Extent(None, "old")):
         assert "" == StoredSecrets(STORED, (extent,)).remark(use())

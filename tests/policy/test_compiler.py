@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import wire
+from policy import compiler
 from policy.bindings import MAX_BINDINGS, MAX_PLACES
 from policy.compile import DENY_ALL, compile_named
 from policy.compiled import CompiledPolicy
@@ -18,7 +19,8 @@ from policy.compiler import CLOSED, configured, run
 from policy.document import PolicyDocument
 from policy.load import load_text
 from policy.operator_file import OperatorFile
-from wire.api.compiler import REPORTS, Changed, Compile
+from wire.api.compiler import REPORTS, Changed, Compile, References
+from wire.api.vaultd import GrantForm
 from wire.operations import operation
 from wire.serving import handler
 
@@ -145,6 +147,21 @@ async def test_anything_else_is_refused_by_its_place(hostd: Hostd, name: str) ->
     with pytest.raises(wire.RemoteError, match="invalid: selection: "):
         await hostd.compile(REFUSED[name])
     assert "team" == (await hostd.compile(TEAM)).name
+
+
+async def test_hostd_gets_the_references_of_the_document_in_force(hostd: Hostd, file: Path) -> None:
+    assert () == (await hostd.client.ask(References())).uses
+    write(file, LOOSE.replace("secret: stored", 'secret: "vault://kv/a#b"'))
+    assert (GrantForm("vault://kv/a#b", "api.example.org", 443, "https"),) == (
+        await hostd.client.ask(References())
+    ).uses
+
+
+async def test_too_many_references_are_refused(hostd: Hostd, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(file, LOOSE.replace("secret: stored", 'secret: "vault://kv/a#b"'))
+    monkeypatch.setattr(compiler, "MOST_REFERENCES", 0)
+    with pytest.raises(wire.RemoteError, match="too_large"):
+        await hostd.client.ask(References())
 
 
 @pytest.mark.parametrize("op", ["", "load", "document"])

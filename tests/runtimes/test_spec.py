@@ -54,10 +54,11 @@ UIDS = Uids(
     vaultd=700000002,
     auditd=700000003,
     compiler=700000004,
+    fetcher=700000005,
     worker_base=700001000,
     workers=4094,
 )
-MEMORY = dict.fromkeys(("auditd", "vaultd", "zygote", "compiler", "serve"), 1 << 30)
+MEMORY = dict.fromkeys(("auditd", "vaultd", "zygote", "compiler", "serve", "fetcher"), 1 << 30)
 
 
 def host_config(**changes: Any) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def host_config(**changes: Any) -> dict[str, Any]:
         "network_bandwidth": None,
         "disk_bandwidth": None,
         "memory": MEMORY,
+        "supplies": {"environment": [], "directories": [], "credential": None},
     } | changes
 
 

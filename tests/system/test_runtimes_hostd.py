@@ -134,6 +134,7 @@ class Hostd:
             "network_bandwidth": None,
             "disk_bandwidth": None,
             "memory": MEMORY,
+            "supplies": {"environment": [], "directories": [], "credential": None},
         }
         config = directory / "host.json"
         config.write_text(json.dumps(host))

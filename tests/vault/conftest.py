@@ -22,8 +22,11 @@ from audit.producers import KINDS, VAULT
 from audit.records import RecordError, record
 from vault.channels import Channels
 from vault.client import AdminClient, OnRevoke, VaultClient
+from vault.fetching import FetcherPort, NoFetcher
 from vault.keyring import create, load
 from vault.operations import VaultOperations
+from vault.readings import Readings
+from vault.sources import Sources
 from vault.vaultd import Vault
 from wire.api import auditd, vaultd
 from wire.serving import handler
@@ -85,6 +88,7 @@ class InProcess:
         self.directory = directory
         self.log = Log()
         self.monotonic: Callable[[], float] = time.monotonic
+        self.fetcher: FetcherPort = NoFetcher()
         self._administrators = administrators
         self.key = directory / "master"
         self.key.touch(0o600)
@@ -96,10 +100,14 @@ class InProcess:
         self._far = await wire.serve_connection(far, self.log.handle)
         self.audit = AuditClient.from_fd(near.detach(), timeout=20)
         self.vault = Vault(self.directory / "vault", load(self.key, {}))
-        self.channels = Channels(self.vault.custody, self.audit, lambda: self.monotonic())
+        self.readings = Readings(self.fetcher, self.vault.custody, lambda: self.monotonic())
+        sources = Sources(self.vault.custody, self.readings)
+        self.channels = Channels(self.vault.custody, sources, self.audit, lambda: self.monotonic())
+        self.readings.changed = self.channels.revoke_everywhere
         operations = VaultOperations(
             self.vault.custody,
             self.channels,
+            self.readings,
             self.audit,
             lambda: self.vault.rekey(load(self.key, {})),
             self._administrators,
@@ -116,6 +124,7 @@ class InProcess:
         self._server.cancel()
         await asyncio.gather(self._server, return_exceptions=True)
         await self.channels.close()
+        await self.readings.close()
         await self.audit.close(0)
         await self._far.close()
         self.vault.close()
@@ -144,6 +153,19 @@ def short_path() -> Iterator[Path]:
     path.chmod(0o711)
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def vault_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Run a HashiCorp Vault for the tests of a session. A test leaves it unsealed."""
+    from tests.vault.vault_server import VaultServer  # only system tests have its program
+
+    server = VaultServer(tmp_path_factory.mktemp("hashicorp"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture

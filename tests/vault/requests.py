@@ -23,6 +23,9 @@ ADMINISTRATION: dict[str, Request[Any]] = {
     "unfreeze_secrets": vaultd.UnfreezeSecrets(),
     "rekey": vaultd.Rekey(),
     "attach": vaultd.Attach(SANDBOX, 1),
+    "refer": vaultd.Refer((Grant.make("env://TOKEN", "api.good.test", 443, "https").form,)),
+    "check_reference": vaultd.CheckReference("env://TOKEN"),
+    "list_backends": vaultd.ListBackends(),
     "write_login": vaultd.WriteLogin("token", "good.test", 443),
 }
 SANDBOXES: dict[str, Request[Any]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from wire.api import auditd, hostd, vaultd, worker, zygote
+from wire.api import auditd, fetcher, hostd, vaultd, worker, zygote
 from wire.errors import RequestError
 
 DIGEST = "a" * 64
@@ -45,6 +45,17 @@ WRONG: dict[str, Callable[[], object]] = {
     "an image with a long name in its archive": lambda: hostd.AddImage(
         hostd.ImageOrigin.FILE, "/a", (), "a" * 257, False
     ),
+    "a value that is fresh for longer than it is valid": lambda: fetcher.Reading(vaultd.Value("v"), 2, 1, True),
+    "a value without an end": lambda: fetcher.Reading(vaultd.Value("v"), 1, fetcher.MOST_SECONDS + 1, True),
+    "neither a value nor a problem": lambda: fetcher.Fetched(None, None),
+    "a value with a problem": lambda: fetcher.Fetched(
+        fetcher.Reading(vaultd.Value("v"), 1, 1, True), fetcher.Problem(fetcher.Fault.FAILED, "")
+    ),
+    "a long reason": lambda: fetcher.Problem(fetcher.Fault.FAILED, "x" * 301),
+    "a long reference": lambda: fetcher.Fetch("x" * 257, "sbx-1"),
+    "a reference for a path": lambda: fetcher.Fetch("env://A", "../x"),
+    "the end of a path's value": lambda: fetcher.Release("env://A", "../x"),
+    "a file of a long name": lambda: fetcher.Open(1, fetcher.Material.FILE, "x" * 257),
     "a vault channel of a path": lambda: vaultd.Attach("../x", 1),
     "a configuration of a path": lambda: worker.Configure("../x", 1, "{}"),
     "a configuration of no generation": lambda: worker.Configure("sbx-1", 0, "{}"),

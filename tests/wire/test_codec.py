@@ -17,11 +17,11 @@ import pytest
 
 import wire.api
 from wire import codec
-from wire.api import auditd, compiler, hostd, provided, states, vaultd, worker, zygote
+from wire.api import auditd, compiler, fetcher, hostd, provided, states, vaultd, worker, zygote
 from wire.codec import CodecError
 from wire.operations import Request, operation
 
-MODULES = (auditd, compiler, hostd, provided, states, vaultd, worker, zygote)
+MODULES = (auditd, compiler, fetcher, hostd, provided, states, vaultd, worker, zygote)
 TYPES = sorted(
     {
         kind

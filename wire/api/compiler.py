@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from wire.api.provided import NOTHING, Provided
+from wire.api.vaultd import GrantForm
 from wire.operations import Notification, Operations, Request
 
 
@@ -27,9 +28,21 @@ class Compile(Request[CompiledText]):
 
 
 @dataclass(frozen=True, slots=True)
+class Referenced:
+    """Each reference to a backend's secret in the operator's document, with each exact host of its rules."""
+
+    uses: tuple[GrantForm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class References(Request[Referenced]):
+    """Ask for the references of the operator's document as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Changed(Notification):
     """Another document is in force."""
 
 
-CONTROL: Final = Operations(Compile)
+CONTROL: Final = Operations(Compile, References)
 REPORTS: Final = Operations(Changed)

@@ -15,6 +15,8 @@ from wire.operations import Done, Operations, Request
 MOST_GRANTS: Final = 512
 """Of one sandbox: twice what a credential vault may have, as a change puts new ones beside the old ones first."""
 MOST_PATTERNS: Final = 1024
+MOST_REFERENCES: Final = 4096
+"""Of the operator's document: each reference with each of its destinations."""
 MOST_LEASE_SECONDS: Final = 300
 MOST_SELECTORS: Final = 64
 MOST_FREEZES: Final = 1024
@@ -352,6 +354,55 @@ class Release(Request[Released]):
 
 
 @dataclass(frozen=True, slots=True)
+class Refer(Request[Done]):
+    """The operator's document names these references to secrets of backends, each for exact hosts, and no others."""
+
+    uses: tuple[GrantForm, ...]
+
+    def __post_init__(self) -> None:
+        _bounded(self.uses, MOST_REFERENCES, "references")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A reference can be read: seconds until it is read again, and seconds for which a value of it is used at most."""
+
+    fresh_seconds: int
+    valid_seconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReference(Request[Checked]):
+    """Read a reference, and forget its value."""
+
+    reference: str
+
+    def __post_init__(self) -> None:
+        _bounded(self.reference, _MOST_TEXT, "a reference")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLine:
+    """A configured backend: its name, what it is, and its problem (empty: none)."""
+
+    name: str
+    about: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLines:
+    """All configured backends."""
+
+    backends: tuple[BackendLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListBackends(Request[BackendLines]):
+    """Ask each configured backend of secrets whether it can be used now."""
+
+
+@dataclass(frozen=True, slots=True)
 class WriteLogin(Request[Done]):
     """Write a secret, as the login of a registry, into the pipe that comes with the request.
 
@@ -383,6 +434,7 @@ CHANNEL: Final = Operations(Intermediate, Release)
 CONTROL: Final = Operations(
     *(Put, Rotate, Delete, List, Reset, RevokeAll, FreezeSecrets, UnfreezeSecrets, Rekey),
     *(OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin),
+    *(Refer, CheckReference, ListBackends),
 )
 SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
 """What other users than root may ask."""

@@ -1,0 +1,1 @@
+"""The backend `vault://`: HashiCorp Vault and OpenBao. Only this package imports hvac."""
