@@ -6,6 +6,7 @@
     env://API_TOKEN                      a variable of the server's environment
     file://api-token                     a file in a directory that the operator lists
     command://api-token                  the output of a command that the operator names
+    token://api                          a token that Sallyport obtains as the operator says
 
 - A reference has one spelling. Two references are the same secret if and only if their texts are equal.
 - No part of a path is `.`, `..` or empty, so no reference leaves the place that its backend gives it.
@@ -34,6 +35,7 @@ class BackendKind(StrEnum):
     ENV = "env"
     FILE = "file"
     COMMAND = "command"
+    TOKEN = "token"  # noqa: S105 - a scheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ def unconfigured(kind: BackendKind) -> Problem:
         BackendKind.ENV: "sallyport.vault.environment",
         BackendKind.FILE: "sallyport.vault.file_directories",
         BackendKind.COMMAND: "sallyport.vault.commands",
+        BackendKind.TOKEN: "sallyport.vault.tokens",
         BackendKind.VAULT: "sallyport.vault.hashicorp.address",
     }[kind]
     return Problem(Fault.UNCONFIGURED, f"no backend {kind}:// is configured: set {key}")
@@ -159,6 +160,10 @@ def backends_of(config: FetcherConfig, supplier: HostSupplier) -> dict[BackendKi
         found[BackendKind.FILE] = SuppliedBackend(BackendKind.FILE, supplier, config.refresh_seconds, about)
     if config.commands:
         found[BackendKind.COMMAND] = CommandBackend(config.commands, supplier, config.refresh_seconds)
+    if config.tokens:
+        from vault.stores.tokens import TokenBackend  # for the same reason
+
+        found[BackendKind.TOKEN] = TokenBackend(config.tokens, supplier, config.refresh_seconds, config.roots)
     if config.hashicorp is not None:
         from vault.stores.hvac.backend import HvacBackend  # hvac takes 30 MB, which other backends do not need
 

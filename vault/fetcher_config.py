@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vault.stores.command import Command
 from vault.stores.hvac.config import HashicorpServer
+from vault.stores.token_config import TokenSource
 from wire import codec
 from wire.errors import ConfigError
 
@@ -25,6 +26,8 @@ class FetcherConfig:
         environment: how many variables are permitted; 0: there is no such backend.
         file_directories: how many directories have secrets; 0: there is no such backend.
         commands: the commands of the settings, by name.
+        tokens: the tokens of the settings, by name.
+        roots: the file with the authorities of their issuers.
         hashicorp: the server of HashiCorp Vault or OpenBao, if there is one.
     """
 
@@ -34,6 +37,8 @@ class FetcherConfig:
     file_directories: int
     commands: Mapping[str, Command] = field(default_factory=dict)
     hashicorp: HashicorpServer | None = None
+    tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    roots: str = ""
 
     @classmethod
     def read(cls, path: Path) -> "FetcherConfig":

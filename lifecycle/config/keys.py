@@ -23,6 +23,7 @@ from lifecycle.sandboxes import quantities
 from policy.references import BackendKind, backend_of, is_reference
 from runtimes.images.references import Pattern, Reference
 from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, configured_name, image_environment
+from vault.stores.token_config import TokenKind, TokenSource
 from wire.errors import ConfigError
 from wire.gateway_limits import GatewayLimits, described
 
@@ -216,6 +217,26 @@ def _commands(value: Any) -> tuple[tuple[str, tuple[str, ...], tuple[tuple[str, 
     return tuple(commands.values())
 
 
+def _tokens(value: Any) -> tuple[tuple[str, TokenSource], ...]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tables with name, kind and credential")
+    tokens: dict[str, TokenSource] = {}
+    for item in value:
+        if not isinstance(item, dict) or not {"name", "kind", "credential"} <= set(item):
+            raise ValueError("each token has name, kind and credential")
+        name, kind = str(_text(item["name"])), str(_text(item["kind"]))
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name, re.ASCII) or name in (".", "..", *tokens):
+            raise ValueError("each token has a name of its own, of letters, digits, `.`, `_` and `-`")
+        if kind not in set(TokenKind):
+            raise ValueError(f"kind is one of {', '.join(TokenKind)}")
+        given = {key: each for key, each in item.items() if key not in ("name", "kind")}
+        for key, each in given.items():
+            if key not in TokenSource.__dataclass_fields__ or type(each) is not (int if key == "seconds" else str):
+                raise ValueError("a token has no such key, or not with such a value")
+        tokens[name] = TokenSource(TokenKind(kind), **given)
+    return tuple(tokens.items())
+
+
 def _vault_address(value: Any) -> str:
     text = str(_text(value))
     try:
@@ -293,6 +314,7 @@ Memory = Annotated[int, PlainValidator(_memory), Bounds("above 0")]
 Disk = Annotated[int, PlainValidator(_disk), Bounds("at least 64Mi")]
 Variables = Annotated[tuple[str, ...], PlainValidator(_variables), Bounds("names of variables")]
 Commands = Annotated[tuple[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], ...], PlainValidator(_commands)]
+Tokens = Annotated[tuple[tuple[str, TokenSource], ...], PlainValidator(_tokens)]
 VaultAddress = Annotated[str, PlainValidator(_vault_address), Bounds("https, or http on loopback")]
 VaultPath = Annotated[str, PlainValidator(_vault_path)]
 HostPaths = Annotated[tuple[str, ...], PlainValidator(_host_paths), Bounds("absolute paths")]
@@ -810,6 +832,13 @@ class SettingsModel(BaseModel):
         [],
         '`[{name = "x", argv = ["/usr/bin/pass", "show", "x"], env = {HOME = "/srv/pass"}}]`: programs whose output a '
         "policy may name as `command://x`; a value in `env` can be `env://NAME` or `file://NAME`",
+    )
+    sallyport_vault_tokens: Tokens = _key(
+        "sallyport.vault.tokens",
+        [],
+        "tokens that a policy may name as `token://NAME`: tables with `name`, `kind` (`client-credentials`, `jwt`, "
+        "`github-app`), `credential` (`env://NAME` or `file://NAME`), and by kind `url`, `client`, `audience`, "
+        "`scope`, `subject`, `key_id`, `installation`, `seconds`",
     )
     sallyport_vault_hashicorp_address: VaultAddress = _key(
         "sallyport.vault.hashicorp.address",

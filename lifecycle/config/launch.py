@@ -27,6 +27,7 @@ from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.snapshots.snapshot import SnapshotBounds
 from policy.references import BackendKind
+from wire import codec
 
 _MAX_DSN = 4096
 _UIDS = ("serve", "vaultd", "auditd", "compiler", "fetcher", "worker_base", "workers")
@@ -271,6 +272,7 @@ def backends(settings: Settings) -> frozenset[BackendKind]:
         BackendKind.ENV: "sallyport.vault.environment",
         BackendKind.FILE: "sallyport.vault.file_directories",
         BackendKind.COMMAND: "sallyport.vault.commands",
+        BackendKind.TOKEN: "sallyport.vault.tokens",
         BackendKind.VAULT: "sallyport.vault.hashicorp.address",
     }
     return frozenset(backend for backend, key in keys.items() if settings.get(key))
@@ -288,6 +290,8 @@ def fetcher_config(settings: Settings) -> dict[str, Any]:
             for name, argv, environment in settings.get("sallyport.vault.commands")
         },
         "hashicorp": _hashicorp(settings),
+        "tokens": {name: codec.encode(source) for name, source in settings.get("sallyport.vault.tokens")},
+        "roots": str(settings.upstream_roots),
     }
 
 

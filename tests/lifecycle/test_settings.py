@@ -35,10 +35,14 @@ from vault.config import VaultConfig
 from vault.fetcher_config import FetcherConfig
 from vault.stores.command import Command
 from vault.stores.hvac.config import Auth
+from vault.stores.token_config import TokenKind, TokenSource
 from wire.errors import ConfigError
 
 ROUTE_KEY = base64.b64encode(b"a key of signed routes").decode()
 OTHER_ROUTE_KEY = base64.b64encode(b"another key of signed routes").decode()
+
+
+TOKEN = "{name = 'x', kind = 'jwt', client = 'i', audience = 'a', credential = 'env://A'}"
 
 
 def settings(text: str = "", **environment: str) -> Settings:
@@ -93,6 +97,12 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], run = 'y'}]", "and nothing else"),
         ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], env = {A = 'vault://a/b#c'}}]", "env://NAME"),
         ("[sallyport.vault]\ncommands = [{name = 'x', argv = ['/a'], env = {A = 'file://../b'}}]", "sallyport.vault"),
+        ("[sallyport.vault]\ntokens = [{name = 'x', kind = 'jwt'}]", "sallyport.vault.tokens"),
+        ("[sallyport.vault]\ntokens = [{name = 'x', kind = 'saml', credential = 'env://A'}]", "kind is one of"),
+        (f"[sallyport.vault]\ntokens = [{', '.join(2 * [TOKEN])}]", "a name of its own"),
+        (f"[sallyport.vault]\ntokens = [{TOKEN.replace('}', ', secret = 1}')}]", "no such key"),
+        (f"[sallyport.vault]\ntokens = [{TOKEN.replace('}', ', seconds = true}')}]", "not with such a value"),
+        (f"[sallyport.vault]\ntokens = [{TOKEN.replace('env://A', 'plain')}]", "credential is env://NAME or"),
         ("[sallyport.vault]\nrefresh_seconds = 4", "sallyport.vault.refresh_seconds"),
         ("[sallyport.vault]\nrefresh_seconds = 301", "sallyport.vault.refresh_seconds"),
         ("[sallyport.vault.hashicorp]\naddress = 'http://vault.example.com:8200'", "sallyport.vault.hashicorp.address"),
@@ -247,6 +257,7 @@ environment = ["A"]
 file_directories = ["/run/credentials/sallyport.service"]
 commands = [{name = "c", argv = ["/bin/true"], env = {B = "env://A"}}]
 refresh_seconds = 5
+tokens = [{name = "t", kind = "jwt", client = "i", audience = "a", credential = "env://A"}]
 
 [sallyport.vault.hashicorp]
 address = "https://vault.example.com:8200/"
@@ -267,6 +278,8 @@ def test_the_fetcher_is_told_names_and_hostd_what_to_open(short: Path, tmp_path:
     read_ = FetcherConfig.read(path)
     assert (700000002, 5, 1, 1) == (read_.vaultd, read_.refresh_seconds, read_.environment, read_.file_directories)
     assert {"c": Command(("/bin/true",), {"B": "env://A"})} == read_.commands
+    assert {"t": TokenSource(TokenKind.JWT, "env://A", client="i", audience="a")} == read_.tokens
+    assert str(configured.upstream_roots) == read_.roots
     assert read_.hashicorp is not None
     assert ("https://vault.example.com:8200", Auth.APPROLE) == (read_.hashicorp.address, read_.hashicorp.auth)
     assert str(configured.upstream_roots) == read_.hashicorp.roots

@@ -16,6 +16,7 @@ GOOD = {
     "env://API_TOKEN": SecretReference(BackendKind.ENV, "API_TOKEN"),
     "file://api-token": SecretReference(BackendKind.FILE, "api-token"),
     "command://api-token": SecretReference(BackendKind.COMMAND, "api-token"),
+    "token://api": SecretReference(BackendKind.TOKEN, "api"),
 }
 BAD = [
     "vault://kv#token",

@@ -3,6 +3,8 @@
 It tests `vault/fetcher.py` as hostd's process, `runtimes/references.py` and `runtimes/supplies.py`.
 """
 
+import base64
+import json
 import os
 import secrets
 import signal
@@ -10,8 +12,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ from testbed.stack import Stack
 from tests.conftest import ONE_RUNTIME, RUNTIMES
 from tests.stacks import beside
 from tests.system.test_create_and_delete import until
-from tests.vault.vault_server import VaultServer
+from tests.vault.stand_in import https, send
+from tests.vault.vault_server import Authority, VaultServer
 
 pytestmark = pytest.mark.system
 
@@ -37,6 +41,7 @@ SOURCES = {
     "file": "file://api-token",
     "command": "command://api-token",
     "kv": "vault://kv/agents/api#token",
+    "token": "token://api-token",
 }
 FIRSTS = 5
 """Sandboxes for each kind of secret, in the measurement of first requests."""
@@ -53,9 +58,9 @@ RULE = """
 
 
 class WithBackends(Stack):
-    """A Sallyport with each backend. `more` is its settings file's part about them."""
+    """A Sallyport with each backend. `more` is added to its settings file; `issuer` is the authority of tokens."""
 
-    more = ""
+    more, issuer = "", Path("/nonexistent")
 
     @property
     def settings(self) -> str:
@@ -72,7 +77,10 @@ class WithBackends(Stack):
         policy.write_text(POLICY + "".join(rules))
         policy.chmod(0o644)
         self.policy = policy
-        return super().settings + self.more
+        roots = self.directory / "roots.pem"
+        roots.write_text(self.internet.roots.read_text() + self.issuer.read_text())
+        roots.chmod(0o644)
+        return super().settings.replace(str(self.internet.roots), str(roots)) + self.more
 
 
 @dataclass
@@ -92,7 +100,11 @@ class Setup:
 @pytest.fixture(scope="module", name="setup")
 def _setup() -> Iterator[Setup]:
     value = secrets.token_urlsafe(30)
-    with tempfile.TemporaryDirectory(prefix="sallyport-vault-") as name, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="sallyport-vault-") as name,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as servers,
+    ):
         place = Path(name)
         place.chmod(0o711)
         server = VaultServer(place)
@@ -103,14 +115,29 @@ def _setup() -> Iterator[Setup]:
         file.chmod(0o400)
         command.chmod(0o444)
         patch.setenv(VARIABLE, value)
+        issuer = place / "issuer"
+        issuer.mkdir()
+        authority = Authority(issuer, "issuer")
+
+        def issue(request: BaseHTTPRequestHandler) -> None:
+            """Give the value to the client whose secret is the value of the variable."""
+            request.rfile.read(int(request.headers["content-length"]))
+            login = base64.b64encode(f"c:{value}".encode()).decode()
+            answer = {"access_token": value, "token_type": "Bearer", "expires_in": 3600}
+            good = request.headers["authorization"] == f"Basic {login}"
+            send(request, 200 if good else 401, json.dumps(answer if good else {}).encode())
+
         try:
             server.start()
+            port = servers.enter_context(https(authority, issue))
+            url = f"https://127.0.0.1:{port}/token"
             server.mount_kv(2)
             for secret in ("api", *(f"first-{number}" for number in range(FIRSTS))):
                 server.ask("POST", f"kv/data/agents/{secret}", data={"token": value})
             role, secret_id = server.app_role()
             credential.write_text(secret_id + "\n")
             credential.chmod(0o400)
+            patch.setattr(WithBackends, "issuer", authority.path)
             patch.setattr(
                 WithBackends,
                 "more",
@@ -120,6 +147,9 @@ environment = ["{VARIABLE}"]
 file_directories = ["{file.parent}"]
 commands = [{{name = "api-token", argv = ["/bin/cat", "{command}"]}}]
 refresh_seconds = 5
+tokens = [
+  {{name = "api-token", kind = "client-credentials", client = "c", credential = "env://{VARIABLE}", url = "{url}"}},
+]
 
 [sallyport.vault.hashicorp]
 address = "{server.address}"
@@ -207,7 +237,7 @@ def test_without_a_value_the_sandbox_the_log_and_the_operator_get_the_reason(set
     """A sealed Vault and a new sandbox; other hosts and sources go on."""
     mark = secrets.token_hex(8)
     stack = setup.stack
-    assert 4 == stack.sallyport("vault", "backends").count("  ready")
+    assert 5 == stack.sallyport("vault", "backends").count("  ready")
     assert "read again after 5 s" in stack.sallyport("vault", "check", SOURCES["kv"])
     with sandbox_of(stack, "runc", "first-kv-0") as sandbox, sandbox_of(stack, "runc", "env") as other:
         setup.server.seal()

@@ -5,10 +5,13 @@ connected by their own sockets.
 """
 
 import asyncio
+import base64
+import json
 import os
 import socket
 import stat
 from abc import ABC, abstractmethod
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from policy.references import BackendKind
 from runtimes.spec import SuppliesConfig
 from runtimes.supplies import Supplies
 from tests.vault.conftest import InProcess, attach
-from tests.vault.vault_server import VaultServer
+from tests.vault.stand_in import https, send
+from tests.vault.vault_server import Authority, VaultServer
 from vault.client import OnRevoke, VaultClient
 from vault.fetcher import Backends, backends_of
 from vault.fetcher_config import FetcherConfig
@@ -28,6 +32,8 @@ from vault.stores.backend import Backend
 from vault.stores.command import Command, CommandBackend
 from vault.stores.hvac.backend import HvacBackend
 from vault.stores.hvac.config import Auth, HashicorpServer
+from vault.stores.token_config import TokenKind, TokenSource
+from vault.stores.tokens import TokenBackend
 from vault.supply import HostSupplier, connect
 from wire.api import fetcher, vaultd
 from wire.serving import handler
@@ -250,6 +256,50 @@ class CommandWorld(BackendWorld):
         (backend,) = self.backends._backends.values()
         assert isinstance(backend, CommandBackend)
         backend._commands = {}
+
+
+class TokenWorld(BackendWorld):
+    """`token://`: a token of a stand-in for an issuer, which does not say when it ends."""
+
+    reference, absent = "token://api", "token://absent"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        authority = Authority(directory, "issuer")
+        self._serving = https(authority, self._issue)
+        self._token = ""
+        url = f"https://127.0.0.1:{self._serving.__enter__()}/token"
+        os.environ["SALLYPORT_TEST_CLIENT"] = "for-the-issuer"
+        self.supplies = self.supplies.model_copy(update={"environment": ["SALLYPORT_TEST_CLIENT"]})
+        source = TokenSource(TokenKind.CLIENT_CREDENTIALS, "env://SALLYPORT_TEST_CLIENT", url, "client")
+        self.config = FetcherConfig(os.geteuid(), REFRESH, 0, 0, tokens={"api": source}, roots=str(authority.path))
+
+    def _issue(self, request: BaseHTTPRequestHandler) -> None:
+        request.rfile.read(int(request.headers["content-length"]))
+        good = request.headers["authorization"] == f"Basic {base64.b64encode(b'client:for-the-issuer').decode()}"
+        answer = {"access_token": self._token, "token_type": "Bearer"} if good else {"error": "invalid_client"}
+        send(request, 200 if good else 401, json.dumps(answer).encode())
+
+    @property
+    def _backend(self) -> TokenBackend:
+        (backend,) = self.backends._backends.values()
+        assert isinstance(backend, TokenBackend)
+        return backend
+
+    async def store(self, value: str) -> None:
+        self._token = value
+
+    def forget(self) -> None:
+        self._backend._held.clear()
+
+    async def remove(self) -> None:
+        """Take the token out of the settings: an issuer cannot say that a secret is gone."""
+        self._backend._sources = {}
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._serving.__exit__(None, None, None)
+        del os.environ["SALLYPORT_TEST_CLIENT"]
 
 
 class VaultWorld(BackendWorld):

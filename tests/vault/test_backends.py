@@ -23,6 +23,7 @@ from tests.vault.backends import (
     FileWorld,
     OldVaultWorld,
     SealedWorld,
+    TokenWorld,
     VaultWorld,
     World,
     grant,
@@ -33,7 +34,7 @@ from wire.api import vaultd
 from wire.api.fetcher import Material
 
 FIRST, SECOND = "canary-first-51c0", "canary-second-77ab"
-LOCAL: list[type[BackendWorld]] = [EnvironmentWorld, FileWorld, CommandWorld]
+LOCAL: list[type[BackendWorld]] = [EnvironmentWorld, FileWorld, CommandWorld, TokenWorld]
 REAL: list[type[VaultWorld]] = [VaultWorld, OldVaultWorld]
 BACKENDS = [*LOCAL, *(pytest.param(world, marks=pytest.mark.system) for world in REAL)]
 WORLDS = [SealedWorld, *BACKENDS]

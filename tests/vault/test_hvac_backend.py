@@ -8,14 +8,11 @@ import asyncio
 import base64
 import json
 import signal
-import ssl
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,12 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 import wire
 from tests.postgresql import Cluster
 from tests.vault.backends import HOST, REFRESH, SANDBOX, VaultWorld, grant
+from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority, VaultServer, free_port
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.grants import SecretBinding
 from vault.secret import Secret
+from vault.stores import web
 from vault.stores.backend import NoValueError
 from vault.stores.hvac import login, session
 from vault.stores.hvac.config import Auth, HashicorpServer
@@ -106,45 +105,6 @@ class JwtWorld(VaultWorld):
         server.ask("POST", "auth/workload/role/gateway", **role)
         self.credential.write_text(issuer.jwt(sub="sallyport", aud="vault"))
         return self.settings(Auth.JWT, "gateway", mount="workload")
-
-
-@contextmanager
-def https(authority: Authority, answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]:
-    """Serve HTTPS on loopback; return the port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def _any(self) -> None:
-            answer(self)
-
-        do_GET = do_POST = do_PUT = _any
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
-
-    certificate, key = authority.issue()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, *headers: tuple[str, str]) -> None:
-    """Answer a request of `https`."""
-    handler.send_response(status)
-    for name, value in (("content-length", str(len(body))), *headers):
-        handler.send_header(name, value)
-    handler.end_headers()
-    handler.wfile.write(body)
 
 
 class KubernetesWorld(VaultWorld):
@@ -599,7 +559,7 @@ MISBEHAVING = {
     "overloaded": (answers(503), Fault.FAILED),
     "limited": (answers(429), Fault.BUSY),
     "broken": (answers(500, b"<html>"), Fault.FAILED),
-    "large": (answers(200, b" " * (session.MOST_BYTES + 1)), Fault.UNFIT),
+    "large": (answers(200, b" " * (web.MOST_BYTES + 1)), Fault.UNFIT),
     "slow": (_dribble, Fault.TIMEOUT),
 }
 

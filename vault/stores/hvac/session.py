@@ -3,11 +3,11 @@
 - The certificate is verified under the configured roots only. Proxies, netrc, cookies and variables of the environment
   do not count.
 - No redirect is followed: a token goes to the configured address only.
-- An answer is at most `MOST_BYTES`. A request takes `MOST_SECONDS` at most, also if the body arrives byte by byte.
+- An answer is bounded (`vault.stores.web`). A request takes `MOST_SECONDS` at most, also if its answer's body arrives
+  byte by byte.
 - No message has a token or an answer's content.
 """
 
-import json
 import time
 from dataclasses import dataclass, field
 from http.cookiejar import DefaultCookiePolicy
@@ -20,9 +20,9 @@ from hvac.adapters import RawAdapter
 
 from vault.stores.backend import NoValueError
 from vault.stores.hvac.config import HashicorpServer
+from vault.stores.web import content_of, object_of
 from wire.api.fetcher import Fault
 
-MOST_BYTES: Final = 1024 * 1024
 MOST_SECONDS: Final = 6.0
 CONNECTIONS: Final = 8
 _TIMES: Final = (2.0, 5.0)
@@ -88,7 +88,7 @@ class VaultSession:
                 method, f"/v1/{path}", headers=headers, raise_exception=False, stream=True, json=body
             )
             with response:
-                content = _content(response, until)
+                content = content_of(response, until)
         except requests.exceptions.SSLError:
             raise NoValueError(
                 Fault.TLS, "Vault's certificate is not valid for its name under the roots: check ca_file and address"
@@ -99,32 +99,13 @@ class VaultSession:
             raise NoValueError(
                 Fault.UNREACHABLE, "Vault cannot be reached: check that it runs, its address, and the network"
             ) from None
-        answer = VaultAnswer(response.status_code, _object(content))
+        answer = VaultAnswer(response.status_code, object_of(content))
         _check(answer)
         return answer
 
     def close(self) -> None:
         """End the connections."""
         self._session.close()
-
-
-def _content(response: requests.Response, until: float) -> bytes:
-    content = bytearray()
-    while part := response.raw.read1(16384, decode_content=True):  # it does not wait until the part is full
-        content += part
-        if len(content) > MOST_BYTES:
-            raise NoValueError(Fault.UNFIT, f"Vault's answer is over {MOST_BYTES} bytes")
-        if time.monotonic() > until:
-            raise TimeoutError
-    return bytes(content)
-
-
-def _object(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _check(answer: VaultAnswer) -> None:
