@@ -397,7 +397,8 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     assert [] == [word for word in words if f"{word}:" not in text]
     assert [] == [kind for kind in InjectionKind if f"as: {kind}" not in text]
     assert [] == [surface for surface in Surface if f" {surface}" not in text]
-    assert ["base", "agents", "trial"] == list(document.policies)
+    assert ["base", "agents", "builds", "trial"] == list(document.policies)
+    assert {"preset/pypi/index", "preset/npm/registry"} <= {rule.id for rule in compile_named(document, "builds").rules}
     assert 28 == len(compile_named(document, "trial").rules)
     assert [] == [backend for backend in BackendKind if f"{backend}://" not in text]
     assert () == document.remarks
