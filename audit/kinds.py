@@ -67,13 +67,14 @@ FIELDS: Final[Mapping[str, str]] = {
     "code": "the machine-readable cause",
     "count": "how many events the record stands for; `drop`: since launch; `vault.open`, `vault.regrant`: grants; "
     "`vault.refer`: references",
+    "database": "the name of the database that the session is for",
     "cpu_nanos": "processor time limit, in billionths of a processor",
     "destination": "the address to which the sandbox sent its packets",
     "detail": "when hostd saw what raised the alarm",
     "digest": "the digest of the image's configuration, which is its id",
     "disk_bytes": "size of the sandbox's disk",
     "duration_ms": "time from the decision to the end of the response",
-    "engine": "the HTTP engine that inspected the flow",
+    "engine": "the engine that inspected the flow",
     "entry": "the entry of `always_deny` or `always_allow` that `rule` names",
     "error": "what went wrong",
     "expires": "when the signed route expires, in seconds since 1970",
@@ -100,7 +101,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "request_id": "id of the request",
     "rule": "the rule that decided; `docs/policy-reference.md` lists the ids",
     "runtime": "the runtime of the sandbox",
-    "scheme": "`http` or `https`",
+    "scheme": "`http`, `https` or `postgres`",
     "forwarded": "the credential slots of the client that policy lets pass",
     "stripped": "the credential slots of the client that the gateway left out",
     "secret": "the name of the secret, never its value",
@@ -112,6 +113,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "target_generation": "the generation of the worker that the secret or certificate is for",
     "torn": "the bytes that auditd truncated at the end of the log after a crash",
     "treatment": "`splice` (relayed unread) or `inspect`",
+    "user": "the user of the database server that the gateway logs in as",
     "volume": "the name of the named volume",
     "volumes": "source, place inside, `ro` or `rw`, and `deleted-with-sandbox` of each volume; names and paths only",
     "websocket": "the request asks for a WebSocket; in an outcome with `reason`, the end of an accepted one",
@@ -121,7 +123,7 @@ FIELDS: Final[Mapping[str, str]] = {
 _POLICY = ("policy", "policy_name", "entry")
 _PLACE = ("flow", "host", "port", "scheme", "destination")
 _VERDICT = ("rule", "reason", "observed", *_POLICY)
-_REQUEST = (*_PLACE, "peer", "engine", "method", "path")
+_REQUEST = (*_PLACE, "peer", "engine", "method", "path", "database", "user")
 _GRANTS = ("secrets", "hosts", "count", "actor")
 _SHORTFALL = ("policy", "code", "name", "binding", "reason", "count")
 
@@ -155,7 +157,7 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         **{**_FLOW, "address": "203.0.113.9", "peer_name": "*.example.com", "request_id": "r1"},
     ),
     "request": _kind(
-        "A request of an inspected flow: the verdict before it is sent, and (`info`) the outcome.",
+        "A request of an inspected flow, or a database session: the verdict before it, and (`info`) the outcome.",
         (
             *_VERDICT,
             *_REQUEST,
@@ -167,8 +169,8 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         **{**_SENT, "method": "POST", "rule": "default", "reason": "no rule matched", **_OF_POLICY},
     ),
     "secret.use": _kind(
-        "A secret is put into a request. Written before the request is sent. `info`: the secret is not put into it, "
-        "because its placeholder is absent.",
+        "A secret is put into a request, or logs in to a database server. Written before the request or login is sent. "
+        "`info`: the secret is not put into it, because its placeholder is absent.",
         (*_REQUEST, *_POLICY, "rule", "secret", "binding", "reason"),
         "allow",
         **{**_SENT, "rule": "agents/api", "secret": "api-token", "binding": "agents/api", **_OF_POLICY},

@@ -75,6 +75,8 @@ TEXTS: Mapping[str, int] = {
     "scheme": 16,
     "method": 32,
     "path": 2048,
+    "database": 63,
+    "user": 63,
     "destination": 64,  # of the packet
     "address": 64,  # the dialled one
     "sni": 255,

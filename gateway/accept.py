@@ -4,12 +4,14 @@ Order: first bytes -> protocol -> facts -> verdict -> audit record -> upstream c
 
 - The protocol comes from the bytes and the port from the packet (SO_ORIGINAL_DST). The packet's destination address is
   recorded. The worker dials it only if the client sends no server name and policy allows that literal address.
-- A connection is reset if its first bytes are neither a strict ClientHello nor a strict request head. A client that
-  waits for the server's first byte gets nothing until its deadline, and causes nothing upstream.
+- A connection is reset if its first bytes are neither a strict ClientHello, nor a strict request head, nor a packet of
+  a PostgreSQL client (`gateway.prelude` answers it until the client sends its ClientHello). A client that waits for the
+  server's first byte gets nothing until its deadline, and causes nothing upstream.
 - Each verdict is one record, which the audit log accepts before the verdict takes effect. If the log does not answer,
   the flow is denied, and its record is sent when the log is back. Each dialled address is one more record (`connect`),
   accepted before the dial. `gateway.described` defines its fields.
-- The client sees a denial: a 403 with rule and reason in HTTP, an alert in TLS, a reset otherwise.
+- The client sees a denial: a 403 with rule and reason in HTTP, an alert in TLS, an error message in PostgreSQL, a reset
+  otherwise.
 - A spliced flow counts as one request of the sandbox's budget. Each byte that it sends is counted before it is sent.
 - A flow with ECH is not spliced. A flow without a name is spliced only to a literal address that policy allows.
 - Every connection is closed at the end, also after an error.
@@ -31,13 +33,18 @@ from gateway.described import Announce, of_address, of_policy
 from gateway.engines.port import InspectedFlow
 from gateway.flows import FlowRegistry, LiveFlow
 from gateway.inspection import Inspection
+from gateway.prelude import POSTGRES_RULE, Prelude, answer_prelude
 from gateway.refusal import ACCESS_DENIED, DECODE_ERROR, UNRECOGNIZED_NAME, alert, http_answer, refuse
 from gateway.splice import Traffic, relay, reset
+from gateway.startup import CancelRequest, GssRequest, NotPostgres, Packet, SslRequest, Startup, read_packet
+from gateway.startup import denial as postgres_denial
 from gateway.state import WorkerState
+from gateway.tls.contexts import POSTGRES
 from gateway.tls.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
 from gateway.upstream import DialError, UpstreamConnection, UpstreamDialler, judge, literal
 from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_flow
 from policy.facts import FlowFacts, Scheme
+from policy.sessions import session_ports
 from wire.patience import Patience
 
 _SO_ORIGINAL_DST = 80
@@ -61,7 +68,7 @@ class _Opening:
     """The first bytes of a connection, and what they are."""
 
     data: bytes
-    verdict: Hello | NoSni | RequestHead | Refused
+    verdict: Hello | NoSni | RequestHead | Refused | Packet
 
 
 class Acceptor:
@@ -139,17 +146,25 @@ class Acceptor:
             await self._deny_quietly(client, live, "first-bytes", "no complete ClientHello or request head in time")
             return
         if opening is None:
-            await self._deny_quietly(client, live, "first-bytes", "the client left, or sent neither TLS nor HTTP")
+            reason = "the client left, or sent neither TLS nor HTTP nor PostgreSQL"
+            await self._deny_quietly(client, live, "first-bytes", reason)
             return
         match opening.verdict:
+            case Hello() as hello if POSTGRES in hello.alpn and self._has_sessions(hello.sni, client.destination[1]):
+                await self._session(client, live, opening.data, hello.sni, hello)
             case Hello() as hello:
                 await self._tls(client, live, opening.data, hello)
+            case SslRequest() | GssRequest() | CancelRequest() | Startup() as packet:
+                await self._postgres(client, live, opening.data, packet)
             case NoSni():
                 await self._nameless(client, live, opening.data)
             case RequestHead() as head:
                 await self._http(client, live, opening.data, head)
             case Refused(reason, status, asked_host):
-                if opening.data[:1] == b"\x16":
+                if opening.data[:1] == b"\0":
+                    denial = Deny(POSTGRES_RULE, reason)
+                    await self._deny(client, live, denial, postgres_denial(denial.rule, denial.reason))
+                elif opening.data[:1] == b"\x16":
                     denial = Deny("client-hello", reason)
                     await self._deny(client, live, denial, alert(DECODE_ERROR))
                 else:
@@ -216,18 +231,70 @@ class Acceptor:
         live.still_allowed = self._same_treatment(facts, decision.treatment)
         await self._inspect(client, live, data, facts, decision, None)
 
+    async def _postgres(self, client: _Client, live: LiveFlow, data: bytes, packet: Packet) -> None:
+        """Serve a PostgreSQL client up to its ClientHello, which names the host."""
+        config, port = self._active(), client.destination[1]
+        first: Prelude
+        if isinstance(packet, CancelRequest):
+            first = packet
+        else:
+            try:
+                async with Patience(config.constants.limits.first_bytes):
+                    first = await answer_prelude(client.sock, data, packet, tls=session_ports(config.policy, port))
+            except TimeoutError:
+                await self._deny_quietly(client, live, "first-bytes", "the client did not begin TLS in time")
+                return
+        match first:
+            case None:
+                await self._deny_quietly(client, live, POSTGRES_RULE, "the client left, or sent another packet")
+            case CancelRequest(key):
+                engine = self._inspection.engine
+                host = None if engine is None else engine.cancellable(key, port)
+                if host is None:
+                    await self._deny_quietly(client, live, POSTGRES_RULE, "a cancel request for no live session")
+                else:
+                    await self._session(client, live, data, host, None)
+            case Refused(reason):
+                denial = Deny(POSTGRES_RULE, reason)
+                await self._deny(client, live, denial, postgres_denial(denial.rule, denial.reason))
+            case (Hello() as hello, begun):
+                await self._session(client, live, begun, hello.sni, hello)
+            case (NoSni(), _):
+                denial = Deny(POSTGRES_RULE, "the client's TLS names no server; libpq 14 and later do")
+                await self._deny(client, live, denial, alert(UNRECOGNIZED_NAME))
+            case (Refused(reason), _):
+                await self._deny(client, live, Deny("client-hello", reason), alert(DECODE_ERROR))
+
+    async def _session(self, client: _Client, live: LiveFlow, data: bytes, host: str, hello: Hello | None) -> None:
+        """Judge the flow of a database client. `hello` None: a cancel request in the clear."""
+        config = self._active()
+        facts = FlowFacts(host, client.destination[1], Scheme.POSTGRES)
+        decision = self._decide(config, facts)
+        if isinstance(decision, Deny):
+            await self._deny(client, live, decision, b"" if hello is None else alert(UNRECOGNIZED_NAME), facts)
+            return
+        live.still_allowed = self._same_treatment(facts, decision.treatment)
+        await self._inspect(client, live, data, facts, decision, hello)
+
+    def _has_sessions(self, host: str, port: int) -> bool:
+        """Whether policy has database sessions with this host and port. Otherwise ALPN changes nothing."""
+        return isinstance(decide_flow(self._active().policy, FlowFacts(host, port, Scheme.POSTGRES)), AllowFlow)
+
     async def _inspect(
         self, client: _Client, live: LiveFlow, data: bytes, facts: FlowFacts, decision: AllowFlow, hello: Hello | None
     ) -> None:
+        def answer(denial: Deny) -> bytes:
+            if hello is not None:
+                return alert(ACCESS_DENIED)
+            return http_answer(503, denial) if facts.scheme is Scheme.HTTP else b""
+
         engine = await self._inspection.ready(None if hello is None else facts.host)
         if engine is None:
             denial = Deny("engine", "the gateway has no engine or no certificate for this host yet")
-            answer = http_answer(503, denial) if hello is None else alert(ACCESS_DENIED)
-            await self._deny(client, live, denial, answer, facts)
+            await self._deny(client, live, denial, answer(denial), facts)
             return
         if not await self._allow(client, live, decision, facts):
-            denial = Deny("audit", "the audit log does not accept records")
-            await refuse(client.sock, http_answer(503, denial) if hello is None else alert(ACCESS_DENIED))
+            await refuse(client.sock, answer(Deny("audit", "the audit log does not accept records")))
             return
         # The streams own the descriptor from here on: when the engine closes them, the client sees it at once.
         owned = socket.socket(fileno=client.sock.detach())
@@ -434,6 +501,12 @@ async def read_opening(sock: socket.socket) -> _Opening | None:
             return None
         data += part
         if len(data) < wanted:
+            continue
+        packet = read_packet(data)
+        if not isinstance(packet, NotPostgres):
+            if not isinstance(packet, NeedMore):
+                return _Opening(data, packet)
+            wanted = packet.total
             continue
         verdict = read_hello(data)
         if isinstance(verdict, NotTls):

@@ -18,8 +18,10 @@ from gateway.admission import Admission
 from gateway.placeholders import Placeholders
 from policy.compiled import SecretAt
 from policy.decision import AllowRequest, Deny
-from policy.facts import RequestFacts
+from policy.facts import RequestFacts, SessionFacts
 from policy.injection import SecretPlan
+from policy.logins import LoginPlan
+from policy.sessions import AllowSession
 from vault.secret import Secret
 
 
@@ -91,6 +93,24 @@ class Secrets(Protocol):
             SecretRefused: the sandbox has no such secret at that host.
             SecretsSuspended: the values are not available, with the reason.
             Exception: the values are not available.
+        """
+        ...
+
+
+class Sessions(Protocol):
+    """The database sessions that this sandbox may open, under the policy in force at the time of the call."""
+
+    def decide_session(self, facts: SessionFacts) -> AllowSession | Deny:
+        """Judge one session. An exception means deny."""
+        ...
+
+    async def login(self, plan: LoginPlan, facts: SessionFacts) -> Secret:
+        """Return the secret of `plan` for this one login.
+
+        Raises:
+            SecretRefused: the session is denied.
+            SecretsSuspended: the session is refused, with the reason.
+            Exception: the secret is not available; the session is refused.
         """
         ...
 

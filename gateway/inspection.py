@@ -8,7 +8,7 @@
 from collections.abc import Callable
 
 from gateway.config import GatewayConfig
-from gateway.effects import Allowance, Decider, Recorder, Secrets
+from gateway.effects import Allowance, Decider, Recorder, Secrets, Sessions
 from gateway.engines.port import Dialler, Engine, EngineLimits, MakeEngine
 from gateway.ledger import Ledger
 from gateway.state import WorkerState
@@ -24,6 +24,7 @@ class Inspection:
         decider: Decider,
         allowance: Allowance,
         secrets: Secrets,
+        sessions: Sessions,
         recorder: Recorder,
         dialler: Dialler,
         state: WorkerState,
@@ -34,6 +35,7 @@ class Inspection:
         self._decider = decider
         self._allowance = allowance
         self._secrets = secrets
+        self._sessions = sessions
         self._recorder = recorder
         self._dialler = dialler
         self._certificates = Certificates(state)
@@ -73,6 +75,7 @@ class Inspection:
             decider=self._decider,
             allowance=self._allowance,
             secrets=self._secrets,
+            sessions=self._sessions,
             recorder=self._recorder,
             dialler=self._dialler,
             identity=self._certificates,

@@ -30,8 +30,10 @@ from gateway.state import WorkerState
 from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import CompiledPolicy, SecretAt, secrets_to
 from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
-from policy.facts import Destination, RequestFacts, Scheme
+from policy.facts import Destination, RequestFacts, Scheme, SessionFacts
 from policy.injection import SecretPlan
+from policy.logins import LoginPlan
+from policy.sessions import AllowSession, decide_session
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.secret import Secret
 from wire import Code
@@ -199,9 +201,19 @@ class LeasedSecrets:
             SecretsSuspended: it is frozen, or its backend gives no value now.
             VaultError: it was not released for another reason.
         """
-        key = (plan.secret, facts.host, facts.port, facts.scheme)
-        held = self._usable(key) or await self._renewed(key, facts)
-        refusal = held.check(facts.method, facts.path)
+        return await self._lease((plan.secret, facts.host, facts.port, facts.scheme), facts.method, facts.path)
+
+    async def login(self, plan: LoginPlan, facts: SessionFacts) -> Secret:
+        """The secret of `plan` for a login. A secret that is limited to methods or paths is refused.
+
+        Raises:
+            SecretRefused, SecretsSuspended, VaultError: see `lease`.
+        """
+        return await self._lease((plan.secret, facts.host, facts.port, Scheme.POSTGRES), None, None)
+
+    async def _lease(self, key: _Key, method: str | None, path: str | None) -> Secret:
+        held = self._usable(key) or await self._renewed(key, method, path)
+        refusal = held.check(method, path)
         if refusal is not None:
             raise SecretRefused(refusal.reason)
         if key in self._uses:  # without a wait since it was looked at
@@ -215,7 +227,7 @@ class LeasedSecrets:
             return None
         return held
 
-    async def _renewed(self, key: _Key, facts: RequestFacts) -> Lease:
+    async def _renewed(self, key: _Key, method: str | None, path: str | None) -> Lease:
         """Return the lease that another request got meanwhile, or ask for one."""
         async with self._locks.setdefault(key, asyncio.Lock()):
             held = self._usable(key)
@@ -223,7 +235,7 @@ class LeasedSecrets:
                 vault, former = self._state.vault, self._leases.get(key)
                 if former is not None and not vault.current(former):
                     del self._leases[key]
-                held = await self._release(vault, *key, method=facts.method, path=facts.path)
+                held = await self._release(vault, *key, method=method, path=path)
                 self._leases[key] = held
                 self._absent.pop(key, None)
                 self._uses.pop(key, None)
@@ -285,6 +297,25 @@ class LeasedSecrets:
             for key in [key for key in kept if secrets is None or key[0] in secrets]:
                 del kept[key]
         self._uses = {key: left for key, left in self._uses.items() if key in self._leases}
+
+
+class DatabaseSessions:
+    """`gateway.effects.Sessions` over the active configuration and the worker's leases."""
+
+    def __init__(self, state: WorkerState, secrets: LeasedSecrets) -> None:
+        self._state = state
+        self._secrets = secrets
+
+    def decide_session(self, facts: SessionFacts) -> AllowSession | Deny:
+        """Judge one session under the policy in force."""
+        config = self._state.config
+        return (
+            Deny("unconfigured", "no policy is active yet") if config is None else decide_session(config.policy, facts)
+        )
+
+    async def login(self, plan: LoginPlan, facts: SessionFacts) -> Secret:
+        """See `LeasedSecrets.login`."""
+        return await self._secrets.login(plan, facts)
 
 
 class StreamDialler:

@@ -52,6 +52,7 @@ _PRELOADED = (
     "gateway.rehearsal",
     "gateway.engines.http1.flow",
     "gateway.engines.mitm.connection",
+    "gateway.engines.postgres.flow",
 )
 
 _WINDOWS_ONLY = frozenset({"mbcs", "oem"})
@@ -152,8 +153,11 @@ def _run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:
     from gateway.engines.engine import FlowEngine
     from gateway.engines.http1.flow import Http1Flow
     from gateway.engines.mitm.connection import FlowConnection
+    from gateway.engines.postgres.flow import PostgresFraming
 
-    make_engine = partial(FlowEngine, http1=Http1Flow, http2=FlowConnection, trusted=order.trusted)
+    make_engine = partial(
+        FlowEngine, http1=Http1Flow, http2=FlowConnection, postgres=PostgresFraming(), trusted=order.trusted
+    )
     return worker.run(order, inside, listeners, make_engine)
 
 

@@ -42,7 +42,7 @@ from gateway.ingress import Ingress
 from gateway.inside import InsideSockets, Listeners
 from gateway.inspection import Inspection
 from gateway.ledger_page import map_ledger
-from gateway.ports import AuditRecorder, LeasedSecrets, PolicyDecider, StreamDialler
+from gateway.ports import AuditRecorder, DatabaseSessions, LeasedSecrets, PolicyDecider, StreamDialler
 from gateway.spawn import Order
 from gateway.state import Guard, WorkerState
 from gateway.upstream import UpstreamDialler
@@ -95,6 +95,7 @@ class Worker:
             PolicyDecider(state),
             budget,
             self._secrets,
+            DatabaseSessions(state, self._secrets),
             recorder,
             self._streams,
             state,

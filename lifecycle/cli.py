@@ -76,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--host", required=True)
     explain.add_argument("--method", default="GET")
     explain.add_argument("--path", default="/", help="with its query, if any")
-    explain.add_argument("--scheme", choices=["https", "http"], default="https")
+    explain.add_argument("--scheme", choices=["https", "http", "postgres"], default="https")
+    explain.add_argument("--database", help="of a session; for the scheme postgres")
     explain.add_argument("--port", type=int, help="else the scheme's")
     explain.add_argument("--policy", help="name of a policy in the file; else its default, or its only one")
     explain.add_argument("--address", help="what the host resolves to, to be judged too")
@@ -291,10 +292,11 @@ def _explain(options: argparse.Namespace) -> int:
         _policy_file(options),
         options.policy,
         options.host,
-        options.port or {"https": 443, "http": 80}[options.scheme],
+        options.port or {"https": 443, "http": 80, "postgres": 5432}[options.scheme],
         options.scheme,
         options.method,
         options.path,
+        database=options.database,
         address=options.address,
         exceptions=() if configured is None else configured.get("sallyport.allowed_addresses"),
         mapped={} if configured is None else configured.get("sallyport.host_addresses"),

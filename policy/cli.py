@@ -16,16 +16,18 @@ from policy import explain as explanation
 from policy.addresses import IPNetwork
 from policy.compile import UnknownPolicy, compile_named, secrets_of
 from policy.compiled import CompiledPolicy, SecretUse
-from policy.decision import Deny
+from policy.decision import AllowRequest, Deny
 from policy.destination import decide_address
 from policy.document import DENY_ALL_NAME, PRESET, PolicyDocument
 from policy.explain import Bounds, Form
-from policy.facts import AddressSource, Destination, RequestFacts, Scheme
+from policy.facts import AddressSource, Destination, RequestFacts, Scheme, SessionFacts
 from policy.load import load
+from policy.logins import AnyPlan
 from policy.names import InvalidName, canonical_host
 from policy.placeholders import provisions_of
 from policy.problems import PolicyError, meant
 from policy.rules import Rule
+from policy.sessions import AllowSession
 
 OK, DENIED, WRONG = 0, 1, 2
 
@@ -65,7 +67,7 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
             if stored is not None and not stored.unknown and (lack := stored.remark(use)):
                 print(f"      note: {lack}")
         for rule in policy.rules:
-            if rule.plans or rule.client_credentials is not None:
+            if rule.request_plans or rule.client_credentials is not None:
                 print(f"    client credentials in {rule.id}: {rule.client_credentials or document.client_credentials}")
         for given in provisions_of(policy):
             print(f"    gives {given.kind} {given.name} with a placeholder of secret {given.secret}")
@@ -85,6 +87,7 @@ def explain(
     method: str = "GET",
     path: str = "/",
     *,
+    database: str | None = None,
     address: str | None = None,
     exceptions: Sequence[str] = (),
     mapped: Mapping[str, Sequence[str]] = MappingProxyType({}),
@@ -92,9 +95,10 @@ def explain(
     bounds: Bounds | None = None,
     stored: KnownSecrets | None = None,
 ) -> int:
-    """Print the gateway's verdict on one request under a policy of the file, with the reasons.
+    """Print the gateway's verdict on one request or database session under a policy of the file, with the reasons.
 
     Args:
+        database: the name of the session's database; for the scheme postgres only.
         policy: the name of the policy; None means the file's default, or its only policy if the default is deny-all.
         address: the address of the host; it is judged, too.
         exceptions: networks that the operator permits in addition to public ones.
@@ -119,7 +123,11 @@ def explain(
             print(f"TLS without a server name to {host}:{port} under {compiled.name} ({compiled.digest[:16]})")
             return _explain_addresses(compiled, [literal], opened)
         given = None if address is None else ip_address(address)
-        request = RequestFacts(canonical_host(host), port, Scheme(scheme), method, *_split(path))
+        asked: RequestFacts | SessionFacts = RequestFacts(
+            canonical_host(host), port, Scheme(scheme), method, *_split(path)
+        )
+        if scheme == Scheme.POSTGRES:
+            asked = SessionFacts(canonical_host(host), port, database or "")
     except UnknownPolicy as error:
         hint = meant(policy, (*document.policies, DENY_ALL_NAME))
         print(f"{error}{hint or '; there are ' + ', '.join((*document.policies, DENY_ALL_NAME))}", file=sys.stderr)
@@ -128,16 +136,23 @@ def explain(
         print(str(error), file=sys.stderr)
         return WRONG
     except ValueError:
-        print("scheme must be http or https, and an address an IP address", file=sys.stderr)
+        print("scheme must be http, https or postgres, and an address an IP address", file=sys.stderr)
         return WRONG
-    print(f"{method} {scheme}://{request.host}:{port}{request.path} under {compiled.name} ({compiled.digest[:16]})")
-    fixed = [ip_address(text) for text in mapped.get(request.host, ())]
+    if isinstance(asked, SessionFacts):
+        if database is None:
+            print("a session needs --database", file=sys.stderr)
+            return WRONG
+        shown = f"session {scheme}://{asked.host}:{port}/{asked.database}"
+    else:
+        shown = f"{method} {scheme}://{asked.host}:{port}{asked.path}"
+    print(f"{shown} under {compiled.name} ({compiled.digest[:16]})")
+    fixed = [ip_address(text) for text in mapped.get(asked.host, ())]
     source = AddressSource.MAPPED if fixed else AddressSource.RESOLVED
     places = [
-        Destination(request.host, place, port, request.scheme, source)
+        Destination(asked.host, place, port, asked.flow.scheme, source)
         for place in fixed or ([] if given is None else [given])
     ]
-    code = _explain(compiled, request, form, None if fixed else bounds, stored)
+    code = _explain(compiled, asked, form, None if fixed else bounds, stored)
     return _explain_addresses(compiled, places, opened) if code == OK and places else code
 
 
@@ -161,9 +176,16 @@ def _explain_addresses(policy: CompiledPolicy, places: list[Destination], opened
 
 
 def _explain(
-    policy: CompiledPolicy, request: RequestFacts, form: Form | None, bounds: Bounds | None, stored: KnownSecrets | None
+    policy: CompiledPolicy,
+    asked: RequestFacts | SessionFacts,
+    form: Form | None,
+    bounds: Bounds | None,
+    stored: KnownSecrets | None,
 ) -> int:
-    explained = explanation.explain(policy, request, form, bounds)
+    if isinstance(asked, SessionFacts):
+        explained, what = explanation.explain_session(policy, asked, bounds), "session"
+    else:
+        explained, what = explanation.explain(policy, asked, form, bounds), "request"
     if isinstance(explained.name, Deny):
         return _denied("name", explained.name)
     _allowed("name", explained.name.rule, "may be resolved", explained.name.observed)
@@ -173,21 +195,33 @@ def _explain(
     if flow is not None:
         _allowed("flow", flow.rule, str(flow.treatment), flow.observed)
     if isinstance(decision, Deny):
-        return _denied("request", decision)
+        return _denied(what, decision)
     if decision is None:
         print("  request  not seen: the flow is relayed unopened, if")
+    elif isinstance(decision, AllowSession):
+        _allowed("session", decision.rule, "begins, if", None)
     else:
         _allowed("request", decision.rule, "is sent, if", decision.observed)
     for condition in explained.conditions:
         print(f"           - {condition}")
-    for plan in () if decision is None else decision.plans:
+    for plan in _plans(decision):
         print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
-        use = SecretUse(plan.secret, request.host, request.port, request.scheme, plan.kind, plan.slot, plan.binding)
+        use = SecretUse(plan.secret, asked.host, asked.port, asked.flow.scheme, plan.kind, plan.slot, plan.binding)
         if stored is not None and (lack := stored.remark(use)):
             print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
-    if decision is not None and decision.client_credentials is not None:
+    if isinstance(decision, AllowRequest) and decision.client_credentials is not None:
         print(f"  client   credentials of its own: {decision.client_credentials}")
     return OK if explained.sent else DENIED
+
+
+def _plans(decision: AllowRequest | AllowSession | None) -> tuple[AnyPlan, ...]:
+    match decision:
+        case AllowRequest():
+            return decision.plans
+        case AllowSession():
+            return (decision.login,)
+        case None:
+            return ()
 
 
 def _allowed(what: str, rule: str, outcome: str, observed: Deny | None) -> None:

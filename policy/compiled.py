@@ -14,7 +14,7 @@ from typing import Any
 from policy.addresses import IPAddress, IPNetwork
 from policy.client_credentials import DEFAULT, ClientCredentials
 from policy.facts import Scheme
-from policy.injection import SecretPlan
+from policy.logins import AnyPlan
 from policy.names import HostPattern, is_canonical
 from policy.rules import (
     Action,
@@ -111,7 +111,7 @@ class CompiledPolicy:
 
     def binds(self, host: str) -> bool:
         """Whether this host is bound."""
-        return any(rule.plans for rules in self.lists for rule in rules.of_host(host)) or (
+        return any(rule.request_plans for rules in self.lists for rule in rules.of_host(host)) or (
             self.guard_bindings
             and any(
                 binding.injections and any(pattern.matches(host) for pattern in binding.hosts)
@@ -198,7 +198,7 @@ def inspected(policy: CompiledPolicy) -> tuple[str, ...]:
 class SecretAt:
     """One plan that a request to one exact host can use."""
 
-    plan: SecretPlan
+    plan: AnyPlan
     host: str
     endpoint: Endpoint
 

@@ -19,6 +19,7 @@ Order of authority; the first match decides:
 - The answer says what happens to credentials that the client itself sends to a bound host, in requests of a rule with
   `client_credentials`, or in requests that a binding injects a secret into. The caller finds them.
 - On a host with path rules an ambiguous path is a denial, unless a rule that allows the request permits its form.
+- `sessions.decide_session` judges what is on a flow of PostgreSQL. Mode observe allows no such flow that a list denies.
 - Mode observe turns a list's denial into an allow with the denial as `observed`. Such a request gets no injection.
   Invalid facts, `always_deny`, the ceiling, conflicting injections and bare addresses are denied in this mode, too.
 
@@ -150,7 +151,7 @@ def decide_flow(policy: CompiledPolicy, facts: FlowFacts) -> AllowFlow | Deny:
         return passed
     endpoint = Endpoint(facts.port, facts.scheme)
     inspect = (
-        facts.scheme is Scheme.HTTP
+        facts.scheme is not Scheme.HTTPS
         or any(rule.inspects and rule.covers(endpoint) for rules in policy.lists for rule in rules.of_host(facts.host))
         or any(binding.covers(facts.host, endpoint) for binding in policy.bindings)
     )
@@ -165,6 +166,8 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
         return Deny("forbidden-method", f"{facts.method} requests are never relayed.")
     if not facts.path.startswith("/") or "?" in facts.path or "#" in facts.path:
         return Deny("invalid-path", "The request's target is not a path.")
+    if facts.scheme is Scheme.POSTGRES:
+        return Deny("scheme", "A database session has no HTTP requests.")
     flow = _flow(policy, facts.flow)
     if isinstance(flow, Deny):
         return flow
@@ -210,7 +213,10 @@ def _flow(policy: CompiledPolicy, facts: FlowFacts) -> _Pass | Deny:
         return Deny("scheme", f"{facts.scheme} is not spoken on port {facts.port}.")
     if early is not None and endpoint in STANDARD:
         return _Pass(early)
-    return _through_lists([_observing(rules, _flow_in(rules, facts, endpoint)) for rules in policy.lists])
+    answers = [_flow_in(rules, facts, endpoint) for rules in policy.lists]
+    if facts.scheme is Scheme.POSTGRES:
+        return _through_lists(answers)
+    return _through_lists([_observing(rules, answer) for rules, answer in zip(policy.lists, answers, strict=True)])
 
 
 def _operator_on_host(policy: CompiledPolicy, host: str) -> str | Deny | None:
@@ -281,6 +287,8 @@ def _flow_in(rules: RuleList, facts: FlowFacts, endpoint: Endpoint) -> _Pass | D
         rules.ceiling.admits_host(facts.host) and rules.ceiling.admits_port(facts.port)
     ):
         return Deny("ceiling", f"{where} is above the operator's ceiling.")
+    if rules.ceiling is not None and facts.scheme is Scheme.POSTGRES:
+        return Deny("ceiling", "Database sessions are above the operator's ceiling: only a named policy allows them.")
     if rules.ceiling is not None and facts.scheme is Scheme.HTTP and facts.port != 80:
         return Deny("ceiling", f"Plain HTTP on port {facts.port} is above the operator's ceiling.")
     matching = [rule for rule in rules.of_host(facts.host) if rule.covers(endpoint)]

@@ -1,4 +1,4 @@
-"""Predicts the gateway's verdict on one request from the policy and the request alone. Pure.
+"""Predicts the gateway's verdict on one request or database session from the policy and the facts alone. Pure.
 
 - It calls the gateway's functions in the gateway's order: name, flow, and for an inspected flow the form of the request
   and the request.
@@ -24,7 +24,8 @@ from policy.decision import (
     decide_request,
     refuse_credentials,
 )
-from policy.facts import RequestFacts, Scheme
+from policy.facts import FlowFacts, RequestFacts, Scheme, SessionFacts
+from policy.sessions import AllowSession, decide_session
 
 type Form = Callable[[RequestFacts], str | None]
 """Returns why a gateway refuses the form of a request, None if it does not. The gateway implements it."""
@@ -32,17 +33,18 @@ type Form = Callable[[RequestFacts], str | None]
 type Bounds = Callable[[CompiledPolicy, str], Deny | None]
 """Returns the bound on names that a host exceeds, None if it exceeds none. The gateway implements it."""
 
+_CERTIFIED = "the server has a valid certificate for the host"
 FORM_RULE = "protocol"
 """The rule of a refused form in the gateway's records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The verdicts, up to the first denial. The request is sent if all `conditions` hold."""
+    """The verdicts, up to the first denial. The request is sent, or the session begins, if all `conditions` hold."""
 
     name: AllowName | Deny
     flow: AllowFlow | Deny | None = None
-    request: AllowRequest | Deny | None = None
+    request: AllowRequest | AllowSession | Deny | None = None
     conditions: tuple[str, ...] = ()
 
     @property
@@ -50,7 +52,7 @@ class Explanation:
         """Whether the request is sent if the conditions hold."""
         if isinstance(self.flow, AllowFlow) and self.flow.treatment is Treatment.SPLICE:
             return True
-        return isinstance(self.request, AllowRequest)
+        return isinstance(self.request, AllowRequest | AllowSession)
 
 
 def explain(
@@ -62,14 +64,11 @@ def explain(
         form: judges the form of the request; if None, a valid form is one of the conditions.
         bounds: judges the name; None if the name is not resolved because the operator has mapped it.
     """
-    name = decide_name(policy, request.host)
-    over = None if bounds is None else bounds(policy, request.host)
-    if isinstance(name, Deny) or over is not None:
-        return Explanation(name if isinstance(name, Deny) or over is None else over)
-    flow = decide_flow(policy, request.flow)
-    if isinstance(flow, Deny):
-        return Explanation(name, flow)
-    places = _of_flow(policy, request)
+    begun = _begin(policy, request.flow, bounds)
+    name, flow = begun.name, begun.flow
+    if flow is None or isinstance(flow, Deny):
+        return begun
+    places = _of_flow(policy, request.host)
     if flow.treatment is Treatment.SPLICE:
         return Explanation(name, flow, None, (*places, "the ClientHello does not hide the host (ECH)"))
     refused = None if form is None else form(request)
@@ -84,8 +83,34 @@ def explain(
     return Explanation(name, flow, decision, (*unchecked, *places, *_of_request(request, decision)))
 
 
-def _of_flow(policy: CompiledPolicy, request: RequestFacts) -> tuple[str, ...]:
-    address = f"{request.host} resolves to an address that may be dialled"
+def explain_session(policy: CompiledPolicy, session: SessionFacts, bounds: Bounds | None = None) -> Explanation:
+    """Return all verdicts on one database session. `bounds`: see `explain`."""
+    begun = _begin(policy, session.flow, bounds)
+    if begun.flow is None or isinstance(begun.flow, Deny):
+        return begun
+    decision = decide_session(policy, session)
+    if isinstance(decision, Deny):
+        return Explanation(begun.name, begun.flow, decision)
+    conditions = (
+        *_of_flow(policy, session.host),
+        _CERTIFIED,
+        "the server logs in with SCRAM-SHA-256 over TLS",
+        f"the vault releases {decision.login.secret} for it",
+    )
+    return Explanation(begun.name, begun.flow, decision, conditions)
+
+
+def _begin(policy: CompiledPolicy, facts: FlowFacts, bounds: Bounds | None) -> Explanation:
+    """Return the verdicts on the name and the flow, up to the first denial."""
+    name = decide_name(policy, facts.host)
+    over = None if bounds is None else bounds(policy, facts.host)
+    if isinstance(name, Deny) or over is not None:
+        return Explanation(name if isinstance(name, Deny) or over is None else over)
+    return Explanation(name, decide_flow(policy, facts))
+
+
+def _of_flow(policy: CompiledPolicy, host: str) -> tuple[str, ...]:
+    address = f"{host} resolves to an address that may be dialled"
     if policy.limits.requests_per_minute is None and policy.limits.bytes_out is None:
         return (address,)
     return address, "the sandbox is within the limits of its policy"
@@ -102,7 +127,7 @@ def _with_query(request: RequestFacts, allowed: AllowRequest) -> AllowRequest | 
 def _of_request(request: RequestFacts, allowed: AllowRequest) -> tuple[str, ...]:
     found = ["each of its headers has a form that the gateway accepts"]
     if request.scheme is Scheme.HTTPS:
-        found.append("the server has a valid certificate for the host")
+        found.append(_CERTIFIED)
     handling = allowed.client_credentials
     if handling is not None:
         slots = [one.slot for one in handling.slots if one.handling is Handling.REFUSE and "query:" not in one.slot]

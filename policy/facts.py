@@ -1,4 +1,4 @@
-"""The subjects of decisions: one flow, one request on a flow, or one address of a flow.
+"""The subjects of decisions: one flow, one request or database session on a flow, or one address of a flow.
 
 - `host` is in wire form (see `names.wire_host`). `port` is the destination port of the packet, never that of a header.
   `scheme` is the protocol of the bytes, never a guess from the port.
@@ -18,6 +18,8 @@ class Scheme(StrEnum):
 
     HTTP = "http"
     HTTPS = "https"
+    POSTGRES = "postgres"
+    """The protocol of PostgreSQL, over TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,20 @@ class RequestFacts:
     def flow(self) -> FlowFacts:
         """The flow this request is on."""
         return FlowFacts(self.host, self.port, self.scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """One database session on a flow of PostgreSQL: the name of the database that the client asks for."""
+
+    host: str
+    port: int
+    database: str
+
+    @property
+    def flow(self) -> FlowFacts:
+        """The flow this session is on."""
+        return FlowFacts(self.host, self.port, Scheme.POSTGRES)
 
 
 class AddressSource(StrEnum):

@@ -18,11 +18,13 @@ from policy.addresses import IPAddress
 from policy.client_credentials import ClientCredentials
 from policy.facts import Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan, Surface
+from policy.logins import AnyPlan, LoginPlan
 from policy.names import HostPattern, is_local_name
 from policy.paths import STRICT, Leniency, PathPattern, readings
 from policy.provision import Provision
 
 MAX_RULES = 4096
+MAX_DATABASE = 63
 _KNOWN_HOSTS = 256
 MAX_NAMES = 1024  # hosts, methods or paths of one rule
 ANY_PUBLIC = "any-public"
@@ -46,6 +48,12 @@ def check_range(name: str, value: int, most: int) -> None:
     """Raise ValueError unless 1 <= value <= most."""
     if isinstance(value, bool) or not 1 <= value <= most:
         raise ValueError(f"{name} must be from 1 to {most}")
+
+
+def check_database(text: str) -> None:
+    """Raise ValueError unless the text can be the name of a database: the server truncates a longer one."""
+    if not 0 < len(text.encode("utf-8", "replace")) <= MAX_DATABASE or not text.isprintable():
+        raise ValueError(f"the name of a database has at most {MAX_DATABASE} bytes and is printable")
 
 
 def network_text(text: str) -> str:
@@ -92,14 +100,14 @@ class Precedence(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """A port and its scheme. Port 80 has HTTP, port 443 HTTPS; other ports have either."""
+    """A port and its scheme. Port 80 has HTTP, port 443 HTTPS; other ports have any."""
 
     port: int
     scheme: Scheme
 
     def __post_init__(self) -> None:
         check_port(self.port)
-        if (self.port, self.scheme) in ((80, Scheme.HTTPS), (443, Scheme.HTTP)):
+        if self.scheme is not {80: Scheme.HTTP, 443: Scheme.HTTPS}.get(self.port, self.scheme):
             raise ValueError(f"port {self.port} does not speak {self.scheme}")
 
 
@@ -130,6 +138,8 @@ class Rule:
     permits: Leniency = STRICT
     client_credentials: ClientCredentials | None = None
     provisions: tuple[Provision, ...] = ()
+    login: LoginPlan | None = None
+    databases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schemes and (self.action is Action.ALLOW or self.endpoints):
@@ -154,10 +164,33 @@ class Rule:
             raise ValueError(f"rule {self.id!a}: a path contains %2F, but the rule does not permit encoded slashes")
         if self.plans and any(pattern.wildcard for pattern in self.hosts):
             raise ValueError(f"rule {self.id!a}: a secret is bound to exact hosts, not to a wildcard")
+        self._check_sessions()
+
+    def _check_sessions(self) -> None:
+        """Check what a rule says about database sessions: it allows them alone, and each with a login."""
+        if self.databases and self.login is None:
+            raise ValueError(f"rule {self.id!a}: only a rule with a login names databases")
+        if self.action is Action.DENY:
+            return
+        schemes = {endpoint.scheme for endpoint in self.endpoints}
+        if schemes != {Scheme.POSTGRES} if self.login is not None else Scheme.POSTGRES in schemes:
+            raise ValueError(f"rule {self.id!a}: database sessions need a login, and a rule of their own")
+        if self.login is None:
+            return
+        of_requests = self.injections or self.substitutions or self.client_credentials is not None
+        if self.narrow or of_requests or self.permits != STRICT:
+            raise ValueError(f"rule {self.id!a}: database sessions have no requests")
+        for database in self.databases:
+            check_database(database)
 
     @property
-    def plans(self) -> tuple[SecretPlan, ...]:
+    def plans(self) -> tuple[AnyPlan, ...]:
         """Every use of a secret."""
+        return self.request_plans if self.login is None else (*self.request_plans, self.login)
+
+    @property
+    def request_plans(self) -> tuple[SecretPlan, ...]:
+        """Every use of a secret in requests."""
         return (*self.injections, *self.substitutions)
 
     @property
@@ -180,6 +213,10 @@ class Rule:
         if self.endpoints:
             return endpoint in self.endpoints
         return not self.schemes or endpoint.scheme in self.schemes
+
+    def admits(self, database: str) -> bool:
+        """Whether the rule allows sessions with a database. The server distinguishes letter case."""
+        return self.login is not None and (not self.databases or database in self.databases)
 
     def accepts(self, method: str, path: str) -> bool:
         """Whether the rule matches a request. Denials ignore letter case, because some servers do."""

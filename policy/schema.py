@@ -35,6 +35,7 @@ from policy.injection import (
     collide,
     header_name,
 )
+from policy.logins import LOGIN_KIND, LoginPlan
 from policy.names import HostPattern, canonical_host, parse_any_pattern, parse_pattern
 from policy.paths import Leniency, PathPattern, ambiguity, literal
 from policy.problems import PolicyError, Problems, meant
@@ -62,6 +63,7 @@ from policy.rules import (
     Limits,
     Mode,
     Rule,
+    check_database,
     check_port,
     is_token,
     network_text,
@@ -72,6 +74,7 @@ VERSION = 1
 MAX_POLICIES = 256
 MAX_SUBSTITUTIONS = 32
 """The limit of substitutions of one rule."""
+_PORTS = {Scheme.HTTP: 80, Scheme.HTTPS: 443, Scheme.POSTGRES: 5432}
 
 _NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 _NAME_REST = _NAME_FIRST | frozenset("._-")
@@ -92,6 +95,7 @@ _RULE_KEYS = (
     "encoded_slashes",
     "empty_segments",
     "client_credentials",
+    "databases",
 )
 _LENIENCY = ("encoded_slashes", "empty_segments")
 _OF_ALLOW_RULES = ("inject", "substitutions", "client_credentials", *_LENIENCY)
@@ -307,11 +311,12 @@ class _Reader:
             "methods": lambda: self._list(keys, "methods", self._method),
             "paths": lambda: self._list(keys, "paths", self._path),
             "inspect": lambda: self._flag(keys, "inspect"),
-            "inject": lambda: (self._injections("", keys["inject"][1]), self._provided(keys, "inject")),
+            "inject": lambda: (self._secrets("", keys["inject"][1]), self._provided(keys, "inject")),
             "substitutions": lambda: self._substitutions("", keys["substitutions"][1]),
             "client_credentials": lambda: self._client_credentials(keys["client_credentials"][1]),
             "encoded_slashes": lambda: self._permits(keys, "encoded_slashes"),
             "empty_segments": lambda: self._permits(keys, "empty_segments"),
+            "databases": lambda: self._list(keys, "databases", self._database),
             "host": lambda: pattern(keys["host"][1]),
             "hosts": lambda: self._list(keys, "hosts", pattern),
             "address": lambda: self._network(keys["address"][1]),
@@ -337,7 +342,7 @@ class _Reader:
         hosts = self._one_or_many(keys, "host", "hosts", pattern)
         addresses = self._one_or_many(keys, "address", "addresses", self._network)
         if addresses:
-            for key in ("schemes", "methods", "paths", "inspect", *_OF_ALLOW_RULES):
+            for key in ("schemes", "methods", "paths", "inspect", *_OF_ALLOW_RULES, "databases"):
                 if key in keys:
                     self._fail(keys[key][0], f"{key} does not apply to addresses: their flows are not opened")
         if action is Action.DENY:
@@ -348,9 +353,11 @@ class _Reader:
                 if key in keys:
                     self._fail(keys[key][0], f"{key} belongs to allow rules")
         identity = f"{policy}/{name}"
-        injections = self._injections(identity, keys["inject"][1]) if "inject" in keys else ()
+        injections, login = self._secrets(identity, keys["inject"][1]) if "inject" in keys else ((), None)
         substitutions = self._substitutions(identity, keys["substitutions"][1]) if "substitutions" in keys else ()
-        sends = bool(injections or substitutions)
+        if action is Action.ALLOW:
+            self._check_sessions(keys, login)
+        sends = bool(injections or substitutions or login)
         if sends:
             for host, place in zip(hosts, self._items(keys, "host", "hosts"), strict=True):
                 if host.wildcard:
@@ -379,6 +386,8 @@ class _Reader:
                 Leniency(*(self._permits(keys, key) for key in _LENIENCY)),
                 self._client_credentials(keys["client_credentials"][1]) if "client_credentials" in keys else None,
                 (*self._provided(keys, "inject"), *self._provided(keys, "substitutions")),
+                login,
+                self._list(keys, "databases", self._database),
             ),
         )
         self._rule_places[rule.id] = node
@@ -389,7 +398,7 @@ class _Reader:
         if "ports" in keys:
             ports = self._list(keys, "ports", self._port)
         elif schemes is not None:
-            ports = tuple({Scheme.HTTP: 80, Scheme.HTTPS: 443}[scheme] for scheme in schemes)
+            ports = tuple(_PORTS[scheme] for scheme in schemes)
         else:
             ports = (443,) if injecting or to_address else (80, 443)
         endpoints: dict[Endpoint, None] = {}
@@ -411,7 +420,25 @@ class _Reader:
             return (fixed,) if schemes is None or fixed in schemes else ()
         if schemes is not None:
             return schemes
-        return (Scheme.HTTPS,) if action is Action.ALLOW else (Scheme.HTTP, Scheme.HTTPS)
+        return (Scheme.HTTPS,) if action is Action.ALLOW else tuple(Scheme)
+
+    def _check_sessions(self, keys: Mapping, login: LoginPlan | None) -> None:
+        """Check an allow rule: database sessions have a rule of their own, with a login."""
+        schemes = self._schemes(keys)
+        if Scheme.POSTGRES not in schemes:
+            if login is not None:
+                self._fail(keys["inject"][0], f"as: {LOGIN_KIND} needs `schemes: [{Scheme.POSTGRES}]`")
+            if "databases" in keys:
+                self._fail(keys["databases"][0], f"databases needs `schemes: [{Scheme.POSTGRES}]`")
+            return
+        place = keys["schemes"][0]
+        if len(schemes) > 1:
+            self._fail(place, f"{Scheme.POSTGRES} needs a rule of its own")
+        for key in ("methods", "paths", "inspect", *_OF_ALLOW_RULES[1:]):
+            if key in keys:
+                self._fail(keys[key][0], f"{key} does not apply to {Scheme.POSTGRES}")
+        if login is None:
+            self._fail(place, f"{Scheme.POSTGRES} needs inject with `as: {LOGIN_KIND}`: the gateway logs in itself")
 
     def _check_plaintext(self, keys: Mapping, hosts: tuple[HostPattern, ...], endpoints: tuple[Endpoint, ...]) -> None:
         place = keys["inject" if "inject" in keys else "substitutions"][0]
@@ -420,6 +447,24 @@ class _Reader:
         for host in hosts:
             if self._plaintext is not None and host.text not in self._plaintext:
                 self._fail(place, f"a secret over plain HTTP needs {host.text} in plaintext_secrets")
+
+    def _secrets(self, binding: str, node: Node) -> tuple[tuple[InjectionPlan, ...], LoginPlan | None]:
+        """Read `inject`: injections into requests, or one login."""
+        if _is_login(node):
+            return (), self._login(binding, node)
+        for item in node.value if isinstance(node.value, tuple) else ():
+            if _is_login(item):
+                self._fail(item, f"as: {LOGIN_KIND} is the only injection of its rule, and no list")
+        return self._injections(binding, node), None
+
+    def _login(self, binding: str, node: Node) -> LoginPlan:
+        keys = self._mapping(node, "secret", "as", "username")
+        if "secret" not in keys:
+            self._fail(node, "inject needs `secret`")
+        secret = self._secret(keys["secret"][1])
+        username = self._text(keys["username"][1]) if "username" in keys else None
+        place = keys["username"][1] if "username" in keys else node
+        return self._made(place, lambda: LoginPlan(binding, secret, username))
 
     def _injections(self, binding: str, node: Node) -> tuple[InjectionPlan, ...]:
         items = node.value if isinstance(node.value, tuple) else (node,)
@@ -605,8 +650,9 @@ class _Reader:
         if len(rules) > MAX_RULES:
             last = self._rule_places.get(rules[-1].id, policy)
             self._fail(last, f"more than {MAX_RULES} rules in one policy with its bases")
+        self._check_logins(policy, rules)
         for rule in rules:
-            for plan in rule.plans:
+            for plan in rule.request_plans:
                 for host in rule.hosts:
                     # The header `Cookie` and a cookie collide, too, so the kind of a slot is compared, not its name.
                     rivals = by_slot.setdefault((host.text, plan.slot.partition(":")[0]), [])
@@ -638,6 +684,19 @@ class _Reader:
                     )
             if len(every) > MAX_PROVISIONS:
                 self._fail(self._rule_places[rule.id], f"more than {MAX_PROVISIONS} variables and files in one policy")
+
+    def _check_logins(self, policy: Node, rules: list[Rule]) -> None:
+        by_host: dict[str, list[Rule]] = {}
+        for rule in rules:
+            for host in rule.hosts if rule.login is not None else ():
+                rivals = by_host.setdefault(host.text, [])
+                for other in rivals:
+                    if rule.login and other.login and rule.login.collides(other.login) and _meet(rule, other):
+                        self._fail(
+                            self._rule_places.get(rule.id, policy),
+                            f"this rule and {other.id} give the same sessions with {host.text} different logins",
+                        )
+                rivals.append(rule)
 
     # ---- values
 
@@ -679,6 +738,11 @@ class _Reader:
             self._fail(node, "expected a port number")
         self._made(node, lambda: check_port(value))
         return value
+
+    def _database(self, node: Node) -> str:
+        text = self._text(node)
+        self._made(node, lambda: check_database(text))
+        return text
 
     def _method(self, node: Node) -> str:
         text = self._text(node)
@@ -813,10 +877,16 @@ class _Reader:
         raise PolicyError(self._origin, node.line, node.column, problem) from None
 
 
+def _is_login(node: Node) -> bool:
+    """Whether an injection is a login at a database server."""
+    return isinstance(node.value, dict) and "as" in node.value and node.value["as"][1].value == LOGIN_KIND
+
+
 def _meet(first: Rule, second: Rule) -> bool:
     """Whether both rules match some request to a host of both."""
     methods = not (first.methods and second.methods) or not set(first.methods).isdisjoint(second.methods)
     paths = not (first.paths and second.paths) or any(
         mine.overlaps(theirs) for mine in first.paths for theirs in second.paths
     )
-    return methods and paths and not set(first.endpoints).isdisjoint(second.endpoints)
+    databases = not (first.databases and second.databases) or not set(first.databases).isdisjoint(second.databases)
+    return methods and paths and databases and not set(first.endpoints).isdisjoint(second.endpoints)

@@ -37,6 +37,8 @@ from testbed.internet import (
     API,
     ATTACKER,
     ATTACKER_V6,
+    DATABASE,
+    DATABASE_ADDRESS,
     DNS_ADDRESS,
     GIT,
     INDEX,
@@ -57,6 +59,7 @@ _ZONE = {
     **ADDRESSES,
     SILENT: SILENT_ADDRESS,
     REGISTRY: REGISTRY_ADDRESS,
+    DATABASE: DATABASE_ADDRESS,
     **dict.fromkeys(STAND_INS, STAND_IN_ADDRESS),
 }
 _MAX_BODY = 64 * 1024 * 1024

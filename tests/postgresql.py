@@ -42,8 +42,12 @@ def programs() -> Path:
 class Cluster:
     """One server. Tests can kill it, stop its processes, and start it again."""
 
-    def __init__(self, directory: Path, *, port: int = 5432, listen: str = "", **options: str) -> None:
+    def __init__(
+        self, directory: Path, *, port: int = 5432, listen: str = "", netns: str | None = None, **options: str
+    ) -> None:
+        """Make the data directory. `netns` is the namespace file of the network in which the server listens."""
         self.directory = directory
+        self._netns = netns
         self.password = secrets.token_hex(12)
         self.port = port
         self._options = {**_OPTIONS, "listen_addresses": listen, **options}
@@ -78,9 +82,13 @@ class Cluster:
         """Start the server and wait until it answers."""
         options = [word for name, value in self._options.items() for word in ("-c", f"{name}={value}")]
         command = [str(self._bin / "postgres"), "-D", str(self.data), "-k", str(self.directory), "-p", str(self.port)]
+        user = self._user
+        if self._netns is not None:  # only root can enter it
+            ids = (f"--setgid={user['group']}", f"--setuid={user['user']}") if user else ()
+            command, user = ["nsenter", f"--net={self._netns}", *ids, *command], {}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", **self._user
+                [*command, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", **user
             )
         deadline = time.monotonic() + _READY_SECONDS
         while True:
@@ -120,7 +128,7 @@ class Cluster:
             if self._user:
                 os.chown(target, self._user["user"], self._user["group"])
         access = self.data / "pg_hba.conf"
-        access.write_text("local all all scram-sha-256\nhostssl all all 127.0.0.1/32 scram-sha-256\n")
+        access.write_text("local all all scram-sha-256\nhostssl all all all scram-sha-256\n")
         self._options |= {"ssl": "on", "ssl_key_file": key.name, "ssl_cert_file": certificate.name}
         self.start()
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 import wire
+from policy.facts import Scheme
 from vault.client import AdminClient
 from vault.conditions import ConditionError, Selectors, UseLimits
 from vault.freeze import Extent
@@ -134,8 +135,13 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
         valued.add_argument("--file", type=Path, help="read the value from this file instead")
         valued.add_argument("--strip-newline", action="store_true", help="remove one line break at the end")
     put.add_argument("--host", action="append", required=True, help="an exact host name; may be repeated")
-    put.add_argument("--port", action="append", type=int, help="default 443; may be repeated")
-    put.add_argument("--scheme", action="append", choices=["https", "http"], help="default https; http is in the clear")
+    put.add_argument("--port", action="append", type=int, help="default 443, for postgres 5432; may be repeated")
+    put.add_argument(
+        "--scheme",
+        action="append",
+        choices=[Scheme.HTTPS.value, Scheme.HTTP.value, Scheme.POSTGRES.value],
+        help="default https; http is in the clear",
+    )
     put.add_argument("--method", action="append", help="default any; may be repeated")
     put.add_argument("--path", action="append", help="exact, or a prefix and *; default any; may be repeated")
     put.add_argument("--expires", help="RFC 3339 time with zone")
@@ -216,9 +222,10 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
 
 
 def _binding(options: argparse.Namespace) -> SecretBinding:
+    port = 5432 if options.scheme == [Scheme.POSTGRES.value] else 443
     return SecretBinding.make(
         options.host,
-        options.port or (443,),
+        options.port or (port,),
         options.scheme or ("https",),
         options.method,
         options.path,

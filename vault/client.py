@@ -65,8 +65,11 @@ class Lease:
     uses: int | None = None
     """How many requests may carry the secret under this lease; None: any number. The holder counts."""
 
-    def check(self, method: str, path: str) -> Refusal | None:
-        """Say why the secret must not go into this request, None if it may; `path` is raw and without its query."""
+    def check(self, method: str | None, path: str | None) -> Refusal | None:
+        """Say why the secret must not go into this request, None if it may; `path` is raw and without its query.
+
+        A login has no method and no path. A secret that is limited to some is refused for it.
+        """
         return self.scope.check(method, path)
 
 

@@ -392,7 +392,7 @@ def _scheme(item: object) -> Scheme:
     try:
         return Scheme(item if isinstance(item, str) else "")
     except ValueError:
-        raise GrantError("a scheme is http or https") from None
+        raise GrantError("a scheme is http, https or postgres") from None
 
 
 def _moment(text: str) -> datetime:

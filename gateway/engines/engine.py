@@ -1,9 +1,10 @@
-"""`FlowEngine`: admits flows, shares what they have in common, and ends them. A flow's framing is one of two kinds.
+"""`FlowEngine`: admits flows, shares what they have in common, and ends them. A flow's framing is one of three kinds.
 
 | A client that | Framing |
 |---|---|
 | offers HTTP/1.1 in TLS, offers no protocol, or speaks plain HTTP | `http1` |
 | offers only HTTP/2, or offers it for a server that speaks only HTTP/2 | `http2` |
+| speaks PostgreSQL | `postgres` |
 
 - Whether a server speaks only HTTP/2 is known after a flow in HTTP/1.1 failed for that reason (`Http2Servers`).
 
@@ -17,21 +18,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
 from gateway.admission import Admission
-from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets
+from gateway.effects import Allowance, Decider, Effects, Recorder, Secrets, Sessions
 from gateway.engines.bodies import Bodies
 from gateway.engines.pool import Pool
 from gateway.engines.port import Dialler, EngineLimits, InspectedFlow, LeafIssuer, describe
-from gateway.exchange import Session
 from gateway.ledger import Ledger
 from gateway.scrub.searched import KnownPatterns
-from gateway.tls.contexts import ClientContexts, UpstreamContext, choose_alpn
+from gateway.tls.contexts import POSTGRES, ClientContexts, UpstreamContext, choose_alpn
 from gateway.tls.hello import Hello
 from policy.facts import Scheme
 
@@ -62,7 +62,10 @@ class Http2Servers:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The values that the flows of one engine share. `beat` is called with the bytes of a flow, as a sign of life."""
+    """The values that the flows of one engine share. `beat` is called with the bytes of a flow, as a sign of life.
+
+    `sessions` None: there are no database sessions.
+    """
 
     dialler: Dialler
     identity: LeafIssuer
@@ -75,18 +78,32 @@ class Shared:
     pool: Pool[Any]
     http2: Http2Servers
     bodies: Bodies
+    sessions: Sessions | None = None
+
+
+class FlowSession(Protocol):
+    """What a flow has under way."""
+
+    @property
+    def used(self) -> Set[str]:
+        """Names of the secrets that were sent on this flow, or may come back on it."""
+        ...
+
+    def still_allowed(self) -> bool:
+        """Whether the policy in force allows what is under way. An exception means no."""
+        ...
 
 
 class Flow(Protocol):
     """One flow with its framing. Call `run` once, and `close` after it.
 
     Attributes:
-        session: the state that its exchanges share.
+        session: what it has under way.
         aborted: the engine ended it; `reason` says why.
     """
 
     @property
-    def session(self) -> Session: ...
+    def session(self) -> FlowSession: ...
 
     @property
     def aborted(self) -> bool: ...
@@ -121,6 +138,14 @@ class Framing(Protocol):
         ...
 
 
+class SessionFraming(Framing, Protocol):
+    """Makes flows of database clients."""
+
+    def cancellable(self, key: bytes, port: int) -> str | None:
+        """See `gateway.engines.port.Engine`."""
+        ...
+
+
 class FlowEngine:
     """See `gateway.engines.port.Engine`. Make it inside a running loop."""
 
@@ -129,9 +154,11 @@ class FlowEngine:
         *,
         http1: Framing,
         http2: Framing,
+        postgres: SessionFraming | None = None,
         decider: Decider,
         allowance: Allowance,
         secrets: Secrets,
+        sessions: Sessions | None = None,
         recorder: Recorder,
         dialler: Dialler,
         identity: LeafIssuer,
@@ -143,6 +170,7 @@ class FlowEngine:
         """Make an engine.
 
         Args:
+            postgres, sessions: None if there are no database sessions.
             ledger: the counts of the sandbox.
             upstream_roots: PEM text of all certificates that servers are verified against.
             trusted: used if its certificates are `upstream_roots`: the zygote has read them before the fork.
@@ -151,6 +179,8 @@ class FlowEngine:
             ValueError: `upstream_roots` has no certificate, or other content.
         """
         self._framings = (http1, http2)
+        self._postgres = postgres
+        self._sessions = sessions
         self._recorder = recorder
         self._dialler = dialler
         self._limits = limits or EngineLimits()
@@ -197,7 +227,7 @@ class FlowEngine:
 
     async def handle(self, flow: InspectedFlow) -> None:
         """See `gateway.engines.port.Engine`."""
-        framing = self._framings[flow.hello is not None and self._choose(flow, flow.hello) == b"h2"]
+        framing = self._framing(flow)
         refusal = self._refusal(flow)
         if refusal is not None:
             self._recorder.note("flow", "deny", rule="engine", reason=refusal, **describe(flow, framing.name))
@@ -216,6 +246,7 @@ class FlowEngine:
             self._pool,
             self._http2,
             self._bodies,
+            self._sessions,
         )
         served = framing(flow, shared)
         self._live.add(served)
@@ -241,6 +272,8 @@ class FlowEngine:
     def _refusal(self, flow: InspectedFlow) -> str | None:
         if len(self._live) >= self._limits.flows:
             return "too many flows"
+        if flow.scheme is Scheme.POSTGRES:
+            return self._refusal_of_session(flow)
         if (flow.scheme is Scheme.HTTPS) != (flow.hello is not None):
             return "scheme and first bytes disagree"
         if flow.hello is not None:
@@ -250,6 +283,25 @@ class FlowEngine:
                 flow.writer.write(_NO_APPLICATION_PROTOCOL)
                 return "no common application protocol"
         return None
+
+    def _refusal_of_session(self, flow: InspectedFlow) -> str | None:
+        if self._postgres is None or self._sessions is None:
+            return "there are no database sessions"
+        if flow.hello is not None and flow.hello.sni != flow.host:
+            return "server name is not the flow's host"
+        if flow.hello is not None and flow.hello.alpn and POSTGRES not in flow.hello.alpn:
+            flow.writer.write(_NO_APPLICATION_PROTOCOL)
+            return "no common application protocol"
+        return None
+
+    def _framing(self, flow: InspectedFlow) -> Framing:
+        if flow.scheme is Scheme.POSTGRES and self._postgres is not None:
+            return self._postgres
+        return self._framings[flow.hello is not None and self._choose(flow, flow.hello) == b"h2"]
+
+    def cancellable(self, key: bytes, port: int) -> str | None:
+        """See `gateway.engines.port.Engine`."""
+        return None if self._postgres is None else self._postgres.cancellable(key, port)
 
     def _choose(self, flow: InspectedFlow, hello: Hello) -> bytes | None:
         return choose_alpn(hello.alpn, http2=(flow.host, flow.port) in self._http2)

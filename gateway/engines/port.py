@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.effects import Allowance, Decider, Recorder, Secrets
+from gateway.effects import Allowance, Decider, Recorder, Secrets, Sessions
 from gateway.ledger import Ledger
 from gateway.tls.hello import Hello
 from policy.facts import Scheme
@@ -34,7 +34,8 @@ class InspectedFlow:
         host: canonical name from SNI or Host, for which the flow was allowed. The flow serves no other host.
         port, scheme: the real destination port and the protocol seen.
         original_destination: the address that the sandbox dialled. For the record only, never dialled.
-        hello: the ClientHello that `first_bytes` begin with; None exactly when `scheme` is HTTP.
+        hello: the ClientHello that `first_bytes` begin with; None when `scheme` is HTTP, and for a cancel request of a
+            PostgreSQL client, which `first_bytes` then are.
         peer: the sandbox's address and port, for the record.
         flow_id: identifies this flow in the records of the worker and the engine.
     """
@@ -170,6 +171,10 @@ class Engine(Protocol):
         """End all idle upstream connections. Those in use carry no further request."""
         ...
 
+    def cancellable(self, key: bytes, port: int) -> str | None:
+        """Return the host of the live database session on `port` with this cancel key; None if there is none."""
+        ...
+
 
 class MakeEngine(Protocol):
     """Makes an engine, inside a running event loop."""
@@ -180,6 +185,7 @@ class MakeEngine(Protocol):
         decider: Decider,
         allowance: Allowance,
         secrets: Secrets,
+        sessions: Sessions,
         recorder: Recorder,
         dialler: Dialler,
         identity: LeafIssuer,

@@ -18,7 +18,8 @@ from gateway.scrub.frames import FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.stream import Scrubber, Withheld
 from policy.compiled import SecretAt
-from policy.injection import InjectionKind, InjectionPlan, SecretPlan
+from policy.injection import InjectionKind, InjectionPlan
+from policy.logins import AnyPlan, LoginPlan
 from vault.client_certificate import CertificateError, parse
 from vault.secret import MIN_SENT, Secret
 
@@ -167,7 +168,7 @@ class SearchedSecrets:
         self._recorder.note("request", "info", rule="reflection", reason="a response held a secret", **where)
 
 
-def texts_of(plan: SecretPlan, value: Secret) -> frozenset[str | bytes]:
+def texts_of(plan: AnyPlan, value: Secret) -> frozenset[str | bytes]:
     """Return the texts that reveal a value. A value with a text that is too short is not sent: see `too_short`.
 
     Of a client certificate, they are the private numbers of its key.
@@ -185,7 +186,7 @@ def texts_of(plan: SecretPlan, value: Secret) -> frozenset[str | bytes]:
     return frozenset(one for one in texts if len(one) >= MIN_SENT)
 
 
-def too_short(plan: SecretPlan, value: Secret) -> str | None:
+def too_short(plan: AnyPlan, value: Secret) -> str | None:
     """Return why the value is too short to be sent, None if it is not. A short value could not be scrubbed."""
     text = value.reveal()
     login = _login(plan, text)
@@ -195,8 +196,11 @@ def too_short(plan: SecretPlan, value: Secret) -> str | None:
     return f"the {what} is shorter than {MIN_SENT} characters and could not be kept out of responses"
 
 
-def _login(plan: SecretPlan, text: str) -> str | None:
+def _login(plan: AnyPlan, text: str) -> str | None:
     """Return the secret part of a text `user:password`; None if the text has another form."""
+    if isinstance(plan, LoginPlan):
+        _, colon, password = text.partition(":")
+        return password if colon and plan.username is None else None
     if not isinstance(plan, InjectionPlan):
         return None
     if plan.kind not in (InjectionKind.BASIC, InjectionKind.BASIC_RAW) or plan.username is not None:

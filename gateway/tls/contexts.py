@@ -3,7 +3,8 @@
 - Upstream: TLS 1.2 or later. The server's chain is verified against the operator's roots only. Its name is verified
   against the host, without common names and partial wildcards. No setting turns this off.
 - Client: a leaf for the host of the flow. HTTP/1.1 if the client offers it, otherwise HTTP/2, otherwise no handshake.
-  For a server that speaks only HTTP/2 the order is the other one.
+  For a server that speaks only HTTP/2 the order is the other one. A database client gets `postgresql` if it offers a
+  protocol at all.
 - A client can resume a session of TLS 1.3 by a ticket. The keys of tickets belong to one leaf, and exist only in the
   worker's memory. So a session is resumed only for the same host in the same sandbox, and not after the leaf was
   replaced. The name, the protocol and each request of a resumed session are judged like those of a new one. There is no
@@ -33,20 +34,24 @@ _X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS = 0x4
 _X509_CHECK_FLAG_NEVER_CHECK_SUBJECT = 0x20
 _OPTIONS = SSL.OP_NO_COMPRESSION | SSL.OP_CIPHER_SERVER_PREFERENCE | _OP_NO_RENEGOTIATION
 _SESSION_ID_CONTEXT = b"sallyport"
+POSTGRES = b"postgresql"
+_HTTP1_FIRST = (b"http/1.1", b"h2")
+_HTTP2_FIRST = (b"h2", b"http/1.1")
 
 
 def choose_alpn(offered: tuple[bytes, ...] | list[bytes], *, http2: bool) -> bytes | None:
     """Return the protocol for a client, None if it offers no supported one. `http2`: HTTP/2 goes first."""
-    for protocol in (b"h2", b"http/1.1") if http2 else (b"http/1.1", b"h2"):
-        if protocol in offered:
-            return protocol
-    return None
+    return _first(_HTTP2_FIRST if http2 else _HTTP1_FIRST, offered)
+
+
+def _first(protocols: tuple[bytes, ...], offered: tuple[bytes, ...] | list[bytes]) -> bytes | None:
+    return next((protocol for protocol in protocols if protocol in offered), None)
 
 
 def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> bytes:
-    chosen = choose_alpn(offered, http2=connection.get_app_data() is True)
+    chosen = _first(connection.get_app_data(), offered)
     if chosen is None:
-        raise ValueError("the client offers neither http/1.1 nor h2")  # pyOpenSSL turns this into a fatal alert
+        raise ValueError("the client offers no protocol of this flow")  # pyOpenSSL turns this into a fatal alert
     return chosen
 
 
@@ -73,6 +78,13 @@ class ClientContexts:
 
     def accept(self, leaf: Leaf, *, http2: bool) -> SSL.Connection:
         """Return a connection before its handshake, which presents `leaf`. `http2`: see `choose_alpn`."""
+        return self._accept(leaf, _HTTP2_FIRST if http2 else _HTTP1_FIRST)
+
+    def accept_database(self, leaf: Leaf) -> SSL.Connection:
+        """Return a connection before its handshake, for a PostgreSQL client."""
+        return self._accept(leaf, (POSTGRES,))
+
+    def _accept(self, leaf: Leaf, protocols: tuple[bytes, ...]) -> SSL.Connection:
         context = self._cache.get(leaf)
         if context is None:
             context = _context(SSL.TLS_SERVER_METHOD)
@@ -90,7 +102,7 @@ class ClientContexts:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(leaf)
         connection = SSL.Connection(context)
-        connection.set_app_data(http2)
+        connection.set_app_data(protocols)
         connection.set_accept_state()
         return connection
 

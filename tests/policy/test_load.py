@@ -330,6 +330,90 @@ def test_scalars_are_what_they_look_like() -> None:
     assert "on/no" == compile_named(document, "on").rules[0].id
 
 
+SESSIONS: dict[str, tuple[str, str]] = {
+    "sessions without a login": ("{host: a.test, schemes: [postgres]}", "postgres needs inject with `as: postgres`"),
+    "sessions with a header": (
+        "{host: a.test, schemes: [postgres], inject: {secret: s, as: bearer}}",
+        "postgres needs inject with",
+    ),
+    "sessions and requests in one rule": (
+        "{host: a.test, schemes: [https, postgres], inject: {secret: s, as: postgres}}",
+        "postgres needs a rule of its own",
+    ),
+    "a login for requests": (
+        "{host: a.test, inject: {secret: s, as: postgres}}",
+        "as: postgres needs `schemes: [postgres]`",
+    ),
+    "a login in a list": (
+        "{host: a.test, schemes: [postgres], inject: [{secret: s, as: postgres}]}",
+        "as: postgres is the only injection of its rule, and no list",
+    ),
+    "a login without a secret": (
+        "{host: a.test, schemes: [postgres], inject: {as: postgres}}",
+        "inject needs `secret`",
+    ),
+    "a login with a header": (
+        "{host: a.test, schemes: [postgres], inject: {secret: s, as: postgres, header: X}}",
+        "unknown key 'header'",
+    ),
+    "a login with a long user": (
+        f"{{host: a.test, schemes: [postgres], inject: {{secret: s, as: postgres, username: {'u' * 64}}}}}",
+        "the name of a database's user has at most 63 bytes",
+    ),
+    "a login for a wildcard": (
+        '{host: "*.a.test", schemes: [postgres], inject: {secret: s, as: postgres}}',
+        "a secret is bound to exact hosts",
+    ),
+    "a login on port 443": (
+        "{host: a.test, ports: [443], schemes: [postgres], inject: {secret: s, as: postgres}}",
+        "none of the rule's schemes is spoken on port 443",
+    ),
+    "methods of sessions": (
+        "{host: a.test, schemes: [postgres], methods: [GET], inject: {secret: s, as: postgres}}",
+        "methods does not apply to postgres",
+    ),
+    "substitutions in sessions": (
+        "{host: a.test, schemes: [postgres], inject: {secret: s, as: postgres}, "
+        "substitutions: {secret: s, placeholder: p, in: [body]}}",
+        "substitutions does not apply to postgres",
+    ),
+    "databases of requests": ("{host: a.test, databases: [d]}", "databases needs `schemes: [postgres]`"),
+    "databases that are denied": (
+        "{host: a.test, action: deny, schemes: [postgres], databases: [d]}",
+        "only a rule with a login names databases",
+    ),
+    "databases of an address": ("{address: 8.8.8.8, databases: [d]}", "databases does not apply to addresses"),
+    "no database": (
+        "{host: a.test, schemes: [postgres], databases: [], inject: {secret: s, as: postgres}}",
+        "databases is empty",
+    ),
+    "a long database": (
+        f"{{host: a.test, schemes: [postgres], databases: [{'d' * 64}], inject: {{secret: s, as: postgres}}}}",
+        "the name of a database has at most 63 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SESSIONS)
+def test_a_rule_about_database_sessions_says_nothing_about_requests(case: str) -> None:
+    text, problem = SESSIONS[case]
+    with pytest.raises(PolicyError, match=re.escape(problem)):
+        load_text(rules(text))
+
+
+def test_two_rules_give_no_session_different_logins() -> None:
+    one = "{host: a.test, schemes: [postgres], databases: [d, e], inject: {secret: s, as: postgres}}"
+    other = "{host: a.test, schemes: [postgres], databases: [e], inject: {secret: t, as: postgres}}"
+    with pytest.raises(PolicyError, match=r"give the same sessions with .* different logins"):
+        load_text(rules(one, other))
+    for fits in (
+        other.replace("[e]", "[f]"),
+        other.replace("secret: t", "secret: s"),
+        other.replace("a.test", "b.test"),
+    ):
+        assert 2 == len(compile_named(load_text(rules(one, fits)), "p").rules)
+
+
 ENDPOINTS = {
     "host: a.test": [(80, "http"), (443, "https")],
     "host: a.test, inject: {secret: s, as: bearer}": [(443, "https")],
@@ -345,7 +429,10 @@ ENDPOINTS = {
     ],
     "address: 8.8.8.8": [(443, "https")],
     "host: a.test, action: deny": [],
-    "host: a.test, action: deny, ports: [8080]": [(8080, "http"), (8080, "https")],
+    "host: a.test, action: deny, ports: [8080]": [(8080, "http"), (8080, "https"), (8080, "postgres")],
+    "host: a.test, action: deny, schemes: [postgres]": [],
+    "host: a.test, schemes: [postgres], inject: {secret: s, as: postgres}": [(5432, "postgres")],
+    "host: a.test, ports: [6432], schemes: [postgres], inject: {secret: s, as: postgres}": [(6432, "postgres")],
 }
 
 
@@ -399,7 +486,7 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     assert [] == [surface for surface in Surface if f" {surface}" not in text]
     assert ["base", "agents", "builds", "trial"] == list(document.policies)
     assert {"preset/pypi/index", "preset/npm/registry"} <= {rule.id for rule in compile_named(document, "builds").rules}
-    assert 28 == len(compile_named(document, "trial").rules)
+    assert 29 == len(compile_named(document, "trial").rules)
     assert [] == [backend for backend in BackendKind if f"{backend}://" not in text]
     assert () == document.remarks
 

@@ -11,8 +11,8 @@ import asyncio
 from contextlib import AbstractContextManager
 
 from gateway import pages
+from gateway.engines.buffered import BufferedConnection
 from gateway.engines.engine import Shared
-from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.http1.framing import ClientRequest, HeadWriter, read_request
 from gateway.engines.http1.servers import BUFFER, Servers
 from gateway.engines.http1.transaction import Transaction

@@ -7,8 +7,8 @@ whose request is not forwarded.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from gateway.engines.buffered import BufferedConnection
 from gateway.engines.engine import Shared
-from gateway.engines.http1.buffered import BufferedConnection
 from gateway.engines.pool import Carried, Place, Pool, Pooled
 from gateway.engines.port import InspectedFlow, describe
 from gateway.exchange import Session

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 
 from gateway import pages
 from gateway.engines.bodies import Bodies, BodyRefused
-from gateway.engines.http1.buffered import BufferedConnection
+from gateway.engines.buffered import BufferedConnection
 from gateway.engines.http1.framing import (
     AnotherProtocol,
     Body,

@@ -1,6 +1,6 @@
 """Upstream connections that the flows of one sandbox share, and what must not be shared. The server is the judge.
 
-It tests `gateway/engines/pool.py`, `gateway/engines/http1/servers.py` and `gateway/engines/http1/buffered.py`.
+It tests `gateway/engines/pool.py`, `gateway/engines/http1/servers.py` and `gateway/engines/buffered.py`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engines.http1.buffered import BufferedConnection
+from gateway.engines.buffered import BufferedConnection
 from gateway.engines.port import EngineLimits
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme

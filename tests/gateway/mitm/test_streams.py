@@ -1,6 +1,6 @@
 """Long-lived and bidirectional traffic of honest peers: no stream waits for another one, and none is truncated.
 
-It tests `gateway/engines/http1/flow.py`, `gateway/engines/http1/buffered.py` and `gateway/engines/mitm/layers.py`.
+It tests `gateway/engines/http1/flow.py`, `gateway/engines/buffered.py` and `gateway/engines/mitm/layers.py`.
 """
 
 import asyncio

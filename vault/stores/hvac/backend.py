@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from policy.references import SecretReference
 from vault.stores.backend import BackendValue, NoValueError, fit, unleased
 from vault.stores.hvac.config import Auth, HashicorpServer
-from vault.stores.hvac.login import Login, Token
+from vault.stores.hvac.login import Token, VaultLogin
 from vault.stores.hvac.session import VaultAnswer
 from vault.stores.supplied import Supplier
 from wire.api.fetcher import MOST_SECONDS, Fault
@@ -69,7 +69,7 @@ class HvacBackend:
 
     def __init__(self, server: HashicorpServer, supplier: Supplier, refresh: int) -> None:
         self._server = server
-        self._login = Login(server, supplier)
+        self._login = VaultLogin(server, supplier)
         self._refresh = refresh
         self._mounts: dict[str, _Mount] = {}
         self._documents: dict[str, _Document] = {}

@@ -38,7 +38,7 @@ class Token:
         return int(min(MOST_SECONDS, max(0.0, self.expires - time.monotonic())))
 
 
-class Login:
+class VaultLogin:
     """Asks one server with a token that is valid."""
 
     def __init__(self, server: HashicorpServer, supplier: Supplier) -> None:
