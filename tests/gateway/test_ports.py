@@ -23,9 +23,10 @@ from gateway.upstream import DialError, DialFailure, UpstreamDialler, judge
 from policy.compile import compile_named
 from policy.compiled import DENY_ALL, CompiledPolicy, SecretAt
 from policy.decision import AllowAddress, AllowRequest, Deny
-from policy.facts import AddressSource, Destination, RequestFacts, Scheme
+from policy.facts import AddressSource, Destination, RequestFacts, Scheme, SessionFacts
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
+from policy.logins import LoginPlan
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
 from tests.gateway.record_forms import PlainForms
@@ -153,6 +154,25 @@ async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, 
     assert [(asked.host, asked.port, asked.scheme) for asked in far.asked] == [
         (each.host, each.port, each.scheme.value) for each in (UNUSUAL, other, other, other)
     ]
+
+
+async def test_a_login_has_a_release_of_its_own_and_no_method(far: Far, secrets: LeasedSecrets) -> None:
+    plan, session = LoginPlan("p/db", "token"), SessionFacts("good.test", 8443, "ledger")
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
+    assert Secret("value 2") == await secrets.login(plan, session)
+    assert Secret("value 2") == await secrets.login(plan, session)
+    asked = far.asked[-1]
+    assert ("good.test", 8443, "postgres", None, None) == (
+        asked.host,
+        asked.port,
+        asked.scheme,
+        asked.method,
+        asked.path,
+    )
+    secrets.drop(None)
+    far.scope = Scope(("PUT",))
+    with pytest.raises(SecretRefused):
+        await secrets.login(plan, session)
 
 
 async def test_a_lease_is_for_one_secret(far: Far, secrets: LeasedSecrets) -> None:

@@ -67,6 +67,14 @@ ASKED = {
     "an observed denial": (("trial", "other.test", 443, "https"), 0, "would be denied by default"),
     "the built-in policy": (("deny-all", "other.test", 443, "https"), 1, "name     DENY   default"),
 }
+LEDGER = ("agents", "db.corp-example.com", 5432, "postgres")
+SESSIONS: dict[str, tuple[str | None, int, str]] = {
+    "an allowed session": ("ledger", 0, "session  allow   agents/ledger"),
+    "its login": ("ledger", 0, "inject   the login from secret ledger-login as postgres (agents/ledger)"),
+    "its condition": ("ledger", 0, "- the server logs in with SCRAM-SHA-256 over TLS"),
+    "another database": ("payroll", 1, "session  DENY   default"),
+    "no database": (None, 2, "a session needs --database"),
+}
 
 
 @pytest.mark.parametrize("case", ASKED)
@@ -78,6 +86,15 @@ def test_explain_answers_as_the_gateway_decides(case: str, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert line in printed
     assert "canary" not in printed
+
+
+@pytest.mark.parametrize("case", SESSIONS)
+def test_explain_judges_database_sessions(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    database, code, line = SESSIONS[case]
+
+    assert code == explain(EXAMPLE, *LEDGER, database=database)
+    printed = capsys.readouterr()
+    assert line in printed.out + printed.err
 
 
 PLACES: dict[str, tuple[tuple[str, int], dict[str, Any], int, str]] = {

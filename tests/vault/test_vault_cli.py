@@ -63,6 +63,15 @@ async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console
     assert "" == console.printed
 
 
+async def test_the_secret_of_database_sessions_is_bound_to_their_port(vault: Any, console: Console) -> None:
+    for more, shown in (((), "5432"), (("--port", "6432"), "6432")):
+        put = ("put", "login", "--host", "db.good.test", "--scheme", "postgres", *more)
+        assert 0 == await console.run(*put, stdin=CANARY.encode())
+        assert 0 == await console.run("list")
+        assert f"db.good.test:{shown}  schemes postgres" in console.printed
+        assert 0 == await console.run("delete", "login")
+
+
 @pytest.mark.parametrize(
     "value",
     [b"", b"a\n", b" a", b"a\tb\r\n", b"a\0b", b"\xff", b"7-chars", b"x" * 65537],
