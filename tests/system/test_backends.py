@@ -254,6 +254,22 @@ def test_without_a_value_the_sandbox_the_log_and_the_operator_get_the_reason(set
     assert "Vault is sealed" in stack.sallyport("audit", "tail", "--denied")
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("killed", ["vault.vaultd", "vault.fetcher", "policy.compiler", "runtimes.hostd"])
+def test_after_the_death_of_a_daemon_a_secret_of_a_backend_is_released_again(setup: Setup, killed: str) -> None:
+    """vaultd gets the operator's list again, and the fetcher its channel."""
+    stack = setup.stack
+    with sandbox_of(stack, "runc", "kv") as sandbox:
+        assert asked(sandbox, API, "/v1/quiet/before").endswith("200")
+        former = daemons(stack)[killed]
+        os.kill(former, signal.SIGKILL)
+        assert until(lambda: daemons(stack).get(killed, former) != former, 30)
+        assert until(lambda: asked(sandbox, API, "/v1/quiet/after").endswith("200"), 30)
+        assert until(lambda: 5 == stack.sallyport("vault", "backends").count("  ready"), 30)
+    with sandbox_of(stack, "runc", "file") as sandbox:
+        assert asked(sandbox, API, "/v1/quiet/file").endswith("200")
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_lease(
