@@ -203,7 +203,17 @@ def test_metrics_are_watched_until_an_interrupt(server: Stack, osb: Osb) -> None
     terminal.run("osb config set connection.api_key <your-api-key>")
     assert 0 == terminal.run(f"osb sandbox create --image {_IMAGE} --timeout 30m -o json")[0]
     clients, sandbox = Path(os.environ["SALLYPORT_CLIENTS"]), terminal.name("<sandbox-id>")
-    command = [str(clients / "osb/bin/osb"), "sandbox", "metrics", sandbox, "--watch", "-o", "raw"]
+    command = [
+        "env",
+        "--default-signal=INT",
+        str(clients / "osb/bin/osb"),
+        "sandbox",
+        "metrics",
+        sandbox,
+        "--watch",
+        "-o",
+        "raw",
+    ]
     environment = {"PATH": os.environ["PATH"], "HOME": str(osb.place / "home"), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True) as run:
         assert run.stdout is not None

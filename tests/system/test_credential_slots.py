@@ -139,8 +139,8 @@ def test_a_rule_chooses_for_each_slot(chosen: Box, values: Any) -> None:
     assert not chosen.heard(f"gone-{own}")
     assert not chosen.heard(f"={own}")
     (record,) = chosen.records(f"/v1/quiet/chosen-{own}")
-    assert ["header:x-api-key", "query:*apikey"] == record["stripped"]
-    assert ["header:x-own-token", "cookie:theme"] == record["forwarded"]
+    assert ["header:x-api-key", "query:*apikey"] == sorted(record["stripped"])
+    assert ["cookie:theme", "header:x-own-token"] == sorted(record["forwarded"])
 
 
 def test_published_clients_work_at_hosts_that_own_their_slots(box: Box) -> None:
@@ -200,7 +200,7 @@ def test_a_host_without_path_rules_gets_paths_as_they_are_written(stack: Stack, 
     mark = secrets.token_hex(8)
     with stack.create("runc", policy="agents") as made:
         box = Box(made, internet, stack)
-        for path in (f"/group%2Fproject-{mark}", f"//a//{mark}", f"/a/../{mark}%2f.."):
+        for path in (f"/group%2Fproject-{mark}", f"/a//{mark}", f"/a/../{mark}%2f.."):
             assert box.curl(f"{INDEX}{path}").endswith(" 404")
             assert path in [note["target"] for note in box.arrived(mark)]
         made.kill()
