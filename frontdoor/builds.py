@@ -13,6 +13,7 @@ from frontdoor.steps import say, step
 
 _GO_VERSION = "1.26.3"
 _RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
+_STORAGE_VERSION = "v1.8.0"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def for_tests(places: Places) -> None:
         step(title, "tests/clients/install.sh", clients, places.uv, places.python)
     registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
     os.environ["SALLYPORT_REGISTRY"] = registry
+    os.environ["SALLYPORT_STORAGE"] = _storage(places)
 
 
 def _vault_server(places: Places, root: Path) -> str:
@@ -136,6 +138,17 @@ def _runsc(places: Places) -> str:
     module = f"gvisor.dev/gvisor/runsc@{_RUNSC_VERSION}"
     step("runsc", *go(places), "install", "-ldflags=-s -w", module, GOBIN=f"{places.cache}/gobin")
     os.rename(f"{places.cache}/gobin/runsc", kept)
+    return kept
+
+
+def _storage(places: Places) -> str:
+    """Return versitygw, an object store with the protocol of S3."""
+    kept = f"{places.cache}/versitygw-{_STORAGE_VERSION}"
+    if not os.access(kept, os.X_OK):
+        module = f"github.com/versity/versitygw/cmd/versitygw@{_STORAGE_VERSION}"
+        install = (*go(places), "install", "-ldflags=-s -w", module)
+        step("object store (Go module)", *install, GOBIN=f"{places.cache}/gobin")
+        os.rename(f"{places.cache}/gobin/versitygw", kept)
     return kept
 
 

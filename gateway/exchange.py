@@ -9,8 +9,8 @@
 
 Order of a request:
 translate -> decide -> guard -> admit -> count -> (collect the body -> decide) -> allow record accepted -> lease ->
-compose -> use record accepted -> learn what to look for -> decide again -> `Forward`. The guard handles credentials
-that the client itself sent.
+compose -> use record accepted -> learn what to look for -> decide again -> (sign) -> `Forward`. The guard handles
+credentials that the client itself sent.
 
 - The exchange awaits its effects itself, in this order. The engine receives `Forward` after the last step, otherwise
   an `Answer` or an exception. It has no step to skip.
@@ -23,12 +23,13 @@ that the client itself sent.
 - Policy judges the path that the client sent, and that path limits the release of secrets. If a placeholder is replaced
   in it, no rule may deny the new path. Rules that allow name the placeholder, so they need not match the new path.
 - A secret whose placeholder is absent is not leased. The record of that miss has the decision `info`.
+- A request that gets a signature is read for it before anything is recorded, and signed as it is sent.
 - The allow record names the connection that carries the request, if the engine reserves an existing one. Otherwise a
   `connect` record names it before the first byte of the request is sent.
 - If policy can send a secret to a host, every response of that host is searched for it: header names and values,
   body, trailers. The values to look for are fixed when the response begins. Encoded bodies are decoded up to a limit.
   A response that cannot be searched (part of a document, unknown charset) is withheld. Requests to such a host ask
-  for `identity` and for the whole document (no `Range`).
+  for `identity`, and for the whole document (no `Range`) unless all its secrets are keys of signatures, never sent.
 - A WebSocket to such a host has no extension, so its messages are not compressed. Its frames are read in both
   directions (`gateway.scrub.frames`), and those of the server are scrubbed. Other WebSockets are relayed unread.
 
@@ -46,6 +47,7 @@ from gateway import pages
 from gateway.client_credentials import GuardedRequest, guard
 from gateway.compose import Composed, compose, found_in_body, found_in_head, needs_body, split
 from gateway.effects import Effects, Over, RecordForm, SecretRefused, SecretsSuspended
+from gateway.inject import slot
 from gateway.placeholders import BodySearch, refusal
 from gateway.presented import KeptCertificate, Presented, presents, read
 from gateway.response_head import accepts_websocket, encodings, head_facts, joined
@@ -54,6 +56,8 @@ from gateway.scrub.frames import FrameReader, FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.searched import KnownPatterns, SearchedSecrets, too_short
 from gateway.scrub.stream import Scrubber, Withheld, scrub_header
+from gateway.signing.signer import Signer, check_key, signer_of
+from gateway.signing.sigv4 import SigningRefused
 from gateway.substitute import TooMany, body_form
 from gateway.tls.hello import Refused
 from gateway.translate import Headers, RequestParts, Translated, translate
@@ -69,7 +73,8 @@ _KEPT_HEADS = 128
 _MAX_KEPT_HEAD = 4096
 _CLOSE: Headers = ((b"Connection", b"close"),)
 _EXTENSIONS = b"sec-websocket-extensions"
-_NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"grpc-accept-encoding", b"range", b"if-range", _EXTENSIONS})
+_NOT_WHEN_SEARCHED = frozenset({b"accept-encoding", b"grpc-accept-encoding", _EXTENSIONS})
+_NOT_WITH_SECRETS = _NOT_WHEN_SEARCHED | {b"range", b"if-range"}
 _OF_ENCODED_BODY = frozenset({b"content-encoding", b"transfer-encoding", b"content-length"})
 
 type Reserve = Callable[[frozenset[SecretPlan]], Route | None]
@@ -85,7 +90,8 @@ class _Repeated:
         plans: the uses of secrets that the request makes. A substitution is one if its placeholder is there.
         missed: the substitutions whose placeholder is absent.
         uses: a record for each of `plans`.
-        head: the head to send, with what it was made of: the composed request, and whether the response is searched.
+        head: the head to send, without a signature, with what it was made of: the composed request, and whether the
+            response is searched, and is a whole document.
         outcome: the record of the end, with the status (-1 without one) and the connection that it is for.
     """
 
@@ -99,7 +105,7 @@ class _Repeated:
     secrets: frozenset[str]
     allow: RecordForm
     uses: tuple[RecordForm, ...]
-    head: tuple[Composed, bool, ForwardHead] | None = None
+    head: tuple[Composed, tuple[bool, bool], ForwardHead] | None = None
     outcome: tuple[int, Route | None, RecordForm] | None = None
 
 
@@ -229,8 +235,10 @@ class Exchange:
         """None while the request is not translated, or if its form was refused."""
         self._repeated: _Repeated | None = None
         self._pending: _Pending | None = None
+        self._signer: Signer | None = None
         self.scrub = False
-        """The server was asked for the whole document, without content coding."""
+        """The server was asked for the whole document (or a part, if no secret is sent), without content coding."""
+        self._whole_asked = False
         self.begun = False
         """The response head was allowed, and its body is relayed to the client."""
         self._stage = _Stage.NEW
@@ -316,6 +324,10 @@ class Exchange:
             stray = known.in_head(translated.target, translated.headers)
             denied = guarded if stray is None else refusal(stray)
             return await self._deny(parts, translated, denied, secret=stray)
+        try:
+            self._signer = self._signer_of(guarded)
+        except SigningRefused as error:
+            return await self._deny(parts, translated, Deny(decision.rule, str(error)))
         wait = effects.admission.retry_after()
         if wait is not None:
             return self._turn_away(parts, translated.facts, wait)
@@ -328,9 +340,22 @@ class Exchange:
             if stray is not None:
                 return await self._deny(parts, translated, refusal(stray), secret=stray)
         pending = _Pending(parts, translated, decision, guarded, reserve)
-        if needs_body(guarded.translated, guarded.allowed.substitutions, http2=self._http2):
+        signs_body = self._signer is not None and self._signer.needs_body
+        if signs_body or needs_body(guarded.translated, guarded.allowed.substitutions, http2=self._http2):
             return self._collect(pending)
         return await self._prepare(pending, None)
+
+    def _signer_of(self, guarded: GuardedRequest) -> Signer | None:
+        """Return the signer of a request that gets a signature.
+
+        Raises:
+            SigningRefused: it cannot be signed.
+        """
+        request = guarded.translated
+        for plan in guarded.allowed.injections:
+            if plan.signs:
+                return signer_of(plan, request.facts, request.headers, http2=self._http2)
+        return None
 
     def _collect(self, pending: _Pending) -> Answer | Collect:
         self._next((_Stage.JUDGING,), _Stage.COLLECTING)
@@ -344,10 +369,10 @@ class Exchange:
         """Answer a request whose body is larger than its limit (413), or larger than what is left (503)."""
         self._next((_Stage.COLLECTING,), _Stage.JUDGING)
         pending = self._take_pending()
-        reason = "the request body is too large to put a secret into it"
+        reason = "the request body is too large to get a secret or a signature"
         page = pages.refusal(413, f"The request was not sent: {reason}.")
         if status != 413:
-            reason, page = "the request bodies of the sandbox are too large to put secrets into them", pages.busy(1)
+            reason, page = "the request bodies of the sandbox are too large to get secrets or signatures", pages.busy(1)
         facts = pending.translated.facts
         self.session.deny("limits", reason, method=facts.method, path=facts.path[:MAX_RECORDED_PATH])
         return self._answer(pending.parts, status, page)
@@ -407,7 +432,13 @@ class Exchange:
         self._closes = translated.close and not self._http2
         self._started = effects.clock()
         self.scrub = session.searched.patterns is not None
-        forward = Forward(self._kept_head(repeated, composed), self.scrub, injected, presented)
+        self._whole_asked = self.scrub and session.searched.sent
+        head = self._kept_head(repeated, composed)
+        try:
+            head = self._signed(head, injected, composed.body)
+        except SigningRefused as error:
+            return await self._deny(parts, translated, Deny(decision.rule, str(error)))
+        forward = Forward(head, self.scrub, injected, presented)
         self._whole = composed.body or b""
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
@@ -557,8 +588,12 @@ class Exchange:
         ):
             return last[2]
         injections, substitutions = split(injected)
-        rendered = [(plan, self._rendered(plan, value)) for plan, value in injections if not presents(plan)]
+        placed = [(plan, value) for plan, value in injections if not plan.signs and not presents(plan)]
+        rendered = [(plan, self._rendered(plan, value)) for plan, value in placed]
         composed = compose(translated, rendered, substitutions, body, session.max_body)
+        if self._signer is not None:
+            target, headers = self._signer.without_signature(composed.target, composed.headers)
+            composed = replace(composed, target=target, headers=headers)
         if composed.path is not None:
             judged = session.effects.decider.decide_request(replace(translated.facts, path=composed.path))
             if isinstance(judged, Deny) and judged.rule != DEFAULT:
@@ -573,10 +608,15 @@ class Exchange:
         Raises:
             SecretRefused, ValueError: it must not be sent.
         """
-        if isinstance(plan, InjectionPlan):
+        if isinstance(plan, InjectionPlan) and not plan.signs:
             self._rendered(plan, value)
         elif (short := too_short(plan, value)) is not None:
             raise SecretRefused(short)
+        elif isinstance(plan, InjectionPlan):
+            try:
+                check_key(plan, value.reveal())
+            except SigningRefused as error:
+                raise SecretRefused(str(error)) from None
 
     def _rendered(self, plan: InjectionPlan, value: Secret) -> str:
         """Return the text of a secret in its slot.
@@ -605,18 +645,35 @@ class Exchange:
             fields = self._fields(translated.facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding)
             self.session.effects.recorder.note("secret.use", "info", reason=reason, **fields)
 
+    def _signed(self, head: ForwardHead, injected: Injected, body: bytes | None) -> ForwardHead:
+        """Return the head with its signature, if it gets one.
+
+        Raises:
+            SigningRefused: the request cannot be signed.
+        """
+        if self._signer is None:
+            return head
+        plan, value = next((plan, value) for plan, value in injected if isinstance(plan, InjectionPlan) and plan.signs)
+        signed = self._signer.sign(value.reveal(), head, self.session.effects.date().timestamp(), body)
+        self.session.sensitive.update(name.lower() for name, _ in signed.headers if slot(name) in plan.claims)
+        if signed.target != head.target:
+            self.session.sensitive.add(b":path")
+        return signed
+
     def _kept_head(self, repeated: _Repeated, composed: Composed) -> ForwardHead:
         parts, translated = repeated.parts, repeated.guarded.translated
         if translated.websocket:
             return self._head(parts, translated, composed)
-        if repeated.head is None or repeated.head[0] is not composed or repeated.head[1] is not self.scrub:
-            repeated.head = composed, self.scrub, self._head(parts, translated, composed)
+        asked = self.scrub, self._whole_asked
+        if repeated.head is None or repeated.head[0] is not composed or repeated.head[1] != asked:
+            repeated.head = composed, asked, self._head(parts, translated, composed)
         return repeated.head[2]
 
     def _head(self, parts: RequestParts, translated: Translated, composed: Composed) -> ForwardHead:
         fields = list(composed.headers)
         if self.scrub:
-            fields = [one for one in fields if one[0].lower() not in _NOT_WITH_SECRETS]
+            dropped = _NOT_WITH_SECRETS if self._whole_asked else _NOT_WHEN_SEARCHED
+            fields = [one for one in fields if one[0].lower() not in dropped]
             fields.append((b"accept-encoding", b"identity"))
         if translated.websocket:
             self._websocket_key = joined(composed.headers, b"sec-websocket-key")
@@ -644,7 +701,7 @@ class Exchange:
         self._route = route
 
     def request_chunk(self, data: bytes) -> bytes:
-        """Return the bytes to send for this chunk of the request body: all of it.
+        """Return the bytes to send now for this chunk of the request body: all of it, or as signed again.
 
         Raises:
             Exception: the flow must end; nothing of this chunk may be sent.
@@ -656,10 +713,27 @@ class Exchange:
             self.session.deny(denied.rule, denied.reason, secret=stray)
             raise PlaceholderSent
         self._bytes_up += len(data)
-        return data
+        if self._signer is None:
+            return data
+        signer = self._signer
+        return self._by_signer(lambda: signer.chunk(data))
+
+    def _by_signer[T](self, step: Callable[[], T]) -> T:
+        """Do a step of the signer, and record its refusal."""
+        try:
+            return step()
+        except SigningRefused as error:
+            self.session.refused(Refused(str(error)))
+            raise
 
     def request_sent(self) -> None:
-        """The request is sent completely."""
+        """The whole body of the request has passed. Called before its end is sent.
+
+        Raises:
+            Exception: the flow must end; the end may not be sent.
+        """
+        if self._signer is not None:
+            self._by_signer(self._signer.end)
         self._sent = True
         self._settle()
 
@@ -750,7 +824,7 @@ class Exchange:
             if not self.scrub or joined(head.headers, _EXTENSIONS):
                 raise RuntimeError("a WebSocket with an extension that was not requested")
             return session.searched.refusal()
-        if not self.scrub and head.status == 206:
+        if not self._whole_asked and session.searched.sent and head.status == 206:
             return "a part of a document cannot be searched for secrets"
         return reason or session.searched.refusal()
 

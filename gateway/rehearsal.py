@@ -24,9 +24,11 @@ from cryptography.x509.oid import NameOID
 from audit import line
 from gateway.config import GatewayConfig, WorkerConstants
 from gateway.described import of_policy
+from gateway.signing.signer import signer_of, signing_texts
 from gateway.tls.contexts import ClientContexts, UpstreamContext
 from gateway.tls.identity import LeafMint
 from gateway.tls.memory import MemoryTls
+from gateway.verdicts import ForwardHead
 from policy.compiled import CompiledPolicy
 from policy.decision import decide_flow, decide_name, decide_request
 from policy.facts import FlowFacts, RequestFacts, Scheme
@@ -34,6 +36,7 @@ from policy.injection import InjectionKind, InjectionPlan
 from policy.names import HostPattern
 from policy.paths import PathPattern
 from policy.rules import Action, Binding, Endpoint, Precedence, Rule, RuleList
+from policy.signing import AwsSigning, HmacSigning
 from wire.api import vaultd, worker
 from wire.operations import parameters
 
@@ -42,6 +45,8 @@ TIMES = 3
 _HOST = "rehearsal.invalid"
 _SANDBOX = "sbx-" + "0" * 24
 _ROUNDS_OF_A_HANDSHAKE = 8
+_SIGNED = InjectionPlan("signed", "keys", InjectionKind.AWS_SIGV4, "Authorization", aws=AwsSigning("none", "s3"))
+_HASHED = InjectionPlan("hashed", "key", InjectionKind.HMAC, "X-Sign", hmac=HmacSigning("X-Sign", "{method}{target}"))
 
 
 def rehearse(constants: WorkerConstants) -> None:
@@ -56,6 +61,7 @@ def rehearse(constants: WorkerConstants) -> None:
     for _ in range(TIMES):
         _configure(constants)
         _inspect()
+        _sign()
 
 
 def _configure(constants: WorkerConstants) -> None:
@@ -80,9 +86,10 @@ def _policy() -> CompiledPolicy:
     plan = InjectionPlan("rehearsal", "rehearsal", InjectionKind.BEARER, "Authorization")
     host, endpoint = HostPattern(_HOST), Endpoint(443, Scheme.HTTPS)
     paths = (PathPattern("/v1/*"),)
-    allow = Rule("allow", Action.ALLOW, (host,), (), (endpoint,), ("GET",), paths, injections=(plan,))
+    allow = Rule("allow", Action.ALLOW, (host,), (), (endpoint,), ("GET",), paths, injections=(plan, _HASHED))
+    signed = Rule("signed", Action.ALLOW, (host,), (), (endpoint,), ("PUT",), paths, injections=(_SIGNED,))
     deny = Rule("deny", Action.DENY, addresses=("203.0.113.0/24",))
-    rules = RuleList("rehearsal", Precedence.DENY_WINS, rules=(deny, allow))
+    rules = RuleList("rehearsal", Precedence.DENY_WINS, rules=(deny, allow, signed))
     bindings = (Binding("rehearsal", (host,), (Scheme.HTTPS,), ("GET",), paths, (plan,)),)
     return CompiledPolicy("rehearsal", (rules,), always_deny=("203.0.113.1/32", "denied.invalid"), bindings=bindings)
 
@@ -105,6 +112,14 @@ def _inspect() -> None:
     client.write(b"GET / HTTP/1.1\r\n\r\n")
     server.receive(client.to_send())
     client.end()
+
+
+def _sign() -> None:
+    facts = RequestFacts(_HOST, 443, Scheme.HTTPS, "GET", "/v1/me", "a=1")
+    head = ForwardHead(b"/v1/me?a=1", b"", ((b"Host", _HOST.encode("ascii")),))
+    for plan, secret in ((_SIGNED, "AKID:rehearsal"), (_HASHED, "rehearsal")):
+        signing_texts(plan, secret, _HOST, 0.0)
+        signer_of(plan, facts, head.headers, http2=False).sign(secret, head, 0.0, None)
 
 
 def _authority() -> tuple[str, str]:

@@ -93,9 +93,13 @@ def is_grpc(head: ResponseHead) -> bool:
 
 
 def encodings(headers: Headers) -> list[str]:
-    """Return the content codings of a body, in the order in which they were applied."""
+    """Return the content codings of a body, in the order in which they were applied.
+
+    `aws-chunked` is none: object stores name it for objects that were uploaded so, and send them without it.
+    """
     values = map(_text, _values(headers, b"content-encoding"))
-    return [part.strip().lower() for value in values for part in value.split(",") if part.strip()]
+    parts = [part.strip().lower() for value in values for part in value.split(",")]
+    return [part for part in parts if part not in ("", "aws-chunked")]
 
 
 def end_to_end(head: ResponseHead) -> Headers:

@@ -185,7 +185,7 @@ class Owned:
         logins: set[tuple[bytes, bytes]] = set()
         for plan in plans:
             if isinstance(plan, InjectionPlan):
-                slots.add(plan.slot if ":" in plan.slot else f"header:{_folded(plan.slot)}")
+                slots |= {claim if ":" in claim else f"header:{_folded(claim)}" for claim in plan.claims}
                 continue
             if Surface.HEADER in plan.surfaces:
                 in_headers.add(plan.placeholder.encode())

@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import assert_never
 from urllib.parse import quote
 
+from policy.signing import AwsSigning, HmacSigning
+
 MAX_VALUE = 64 * 1024
 MAX_PLACEHOLDER = 1024
 MAX_NAME = 128
@@ -66,7 +68,8 @@ class InjectionKind(StrEnum):
     """Where a secret is sent, and in which form. BASIC encodes `user:password`; BASIC_RAW takes an encoded value.
 
     QUERY is one parameter of the query, COOKIE one cookie of the header `Cookie`. CLIENT_CERTIFICATE is presented in
-    the TLS handshake with the server. The others are headers.
+    the TLS handshake with the server. AWS_SIGV4 and HMAC sign the request, and the secret is not sent. The others are
+    headers.
     """
 
     BEARER = "bearer"
@@ -76,6 +79,8 @@ class InjectionKind(StrEnum):
     QUERY = "query"
     COOKIE = "cookie"
     CLIENT_CERTIFICATE = "client-certificate"
+    AWS_SIGV4 = "aws-sigv4"
+    HMAC = "hmac"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class InjectionPlan:
         name: the name of the header, in canonical case; of the query parameter; or of the cookie; empty for a client
             certificate.
         username: of BASIC, the user name before the secret.
+        aws, hmac: how the request is signed, for the kinds of these names.
     """
 
     binding: str
@@ -94,6 +100,8 @@ class InjectionPlan:
     kind: InjectionKind
     name: str
     username: str | None = None
+    aws: AwsSigning | None = None
+    hmac: HmacSigning | None = None
 
     def __post_init__(self) -> None:
         match self.kind:
@@ -107,18 +115,30 @@ class InjectionPlan:
             case _:
                 if self.name != header_name(self.name):
                     raise ValueError(f"injection header {self.name!a} is not in canonical case")
-                if self.kind is not InjectionKind.API_KEY and self.name != "Authorization":
+                own = self.kind in (InjectionKind.API_KEY, InjectionKind.HMAC)
+                if not own and self.name != "Authorization":
                     raise ValueError(f"{self.kind} is sent in the header Authorization, not in {self.name!a}")
+        self._check_signing()
         if self.username is not None:
             if self.kind is not InjectionKind.BASIC:
                 raise ValueError(f"{self.kind} takes no username")
             if not self.username or ":" in self.username or not _is_clean(self.username):
                 raise ValueError("a username is not empty and has no colon and no control character")
 
+    def _check_signing(self) -> None:
+        kinds = (InjectionKind.AWS_SIGV4, InjectionKind.HMAC)
+        if [self.aws is not None, self.hmac is not None] != [self.kind is kind for kind in kinds]:
+            raise ValueError(f"{self.kind} does not agree with how the request is signed")
+        if self.hmac is not None:
+            if self.hmac.header != self.name:
+                raise ValueError(f"{self.kind} is sent in {self.hmac.header!a}, not in {self.name!a}")
+            if (stamp := self.hmac.timestamp_header) is not None and stamp != header_name(stamp):
+                raise ValueError(f"the header {stamp!a} is not in canonical case")
+
     @property
     def slot(self) -> str:
-        """The place that the binding owns: the header name in lower case, `query:` or `cookie:` and the name, or
-        `tls:client-certificate`.
+        """The place that the binding owns: the header name in lower case, `query:` or `cookie:` and the name,
+        `tls:client-certificate`, or `signature:` and the name.
 
         A request can have only one plan per slot.
         """
@@ -129,6 +149,10 @@ class InjectionPlan:
                 return f"cookie:{self.name}"
             case InjectionKind.CLIENT_CERTIFICATE:
                 return "tls:client-certificate"
+            case InjectionKind.AWS_SIGV4:
+                return "signature:aws"
+            case InjectionKind.HMAC:
+                return "signature:hmac"
             case _:
                 return self.name.lower()
 
@@ -136,6 +160,19 @@ class InjectionPlan:
     def handshake(self) -> bool:
         """Whether the secret is used in the TLS handshake with the server, and is not put into the request."""
         return self.kind is InjectionKind.CLIENT_CERTIFICATE
+
+    @property
+    def signs(self) -> bool:
+        """Whether the secret is the key of a signature. It is not sent then."""
+        return self.aws is not None or self.hmac is not None
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """Every slot that the plan writes; `_` and `-` of a header are equal. Signatures have one in common."""
+        signing = self.aws or self.hmac
+        if signing is not None:
+            return signing.claims | {self.slot, "signature:one"}
+        return frozenset((self.slot, self.slot.replace("_", "-")))
 
     @property
     def place(self) -> str:
@@ -147,6 +184,8 @@ class InjectionPlan:
                 return f"cookie {self.name}"
             case InjectionKind.CLIENT_CERTIFICATE:
                 return "the client certificate"
+            case InjectionKind.AWS_SIGV4 | InjectionKind.HMAC:
+                return "the signature"
             case _:
                 return self.name
 
@@ -157,7 +196,8 @@ class InjectionPlan:
     def collides(self, other: "InjectionPlan") -> bool:
         """Whether one request cannot have both plans: they own one slot, or one owns the whole header `Cookie`."""
         slots = (self.slot, other.slot)
-        same = slots[0] == slots[1] or ("cookie" in slots and all(one.partition(":")[0] == "cookie" for one in slots))
+        cookies = "cookie" in slots and all(one.partition(":")[0] == "cookie" for one in slots)
+        same = cookies or not self.claims.isdisjoint(other.claims)
         return same and not self.agrees(other)
 
 
@@ -329,6 +369,8 @@ def render(plan: InjectionPlan, value: str) -> tuple[str, str]:
             rendered = value
         case InjectionKind.CLIENT_CERTIFICATE:
             raise ValueError(f"secret {plan.secret!a} is used in the TLS handshake only")
+        case InjectionKind.AWS_SIGV4 | InjectionKind.HMAC:
+            raise ValueError(f"the secret {plan.secret!a} signs and is not sent")
         case _:
             assert_never(plan.kind)
     return plan.name, rendered

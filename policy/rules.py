@@ -164,6 +164,10 @@ class Rule:
             raise ValueError(f"rule {self.id!a}: a path contains %2F, but the rule does not permit encoded slashes")
         if self.plans and any(pattern.wildcard for pattern in self.hosts):
             raise ValueError(f"rule {self.id!a}: a secret is bound to exact hosts, not to a wildcard")
+        for plan in self.injections:
+            if plan.aws is not None:
+                for pattern in self.hosts:
+                    plan.aws.scope(pattern.text)
         self._check_sessions()
 
     def _check_sessions(self) -> None:

@@ -68,6 +68,7 @@ from policy.rules import (
     is_token,
     network_text,
 )
+from policy.signing import AwsSigning, HmacDigest, HmacSigning, KeyForm, SignatureForm, TimestampForm
 from policy.yaml_tree import Node
 
 VERSION = 1
@@ -100,8 +101,24 @@ _RULE_KEYS = (
 _LENIENCY = ("encoded_slashes", "empty_segments")
 _OF_ALLOW_RULES = ("inject", "substitutions", "client_credentials", *_LENIENCY)
 
-_NAMED_BY = {InjectionKind.API_KEY: "header", InjectionKind.QUERY: "name", InjectionKind.COOKIE: "name"}
+_NAMED_BY = {
+    InjectionKind.API_KEY: "header",
+    InjectionKind.HMAC: "header",
+    InjectionKind.QUERY: "name",
+    InjectionKind.COOKIE: "name",
+}
 """The key that names the place of a kind. The others are sent in Authorization."""
+_AWS_KEYS = ("region", "service")
+_HMAC_KEYS = {
+    "sign": "message",
+    "algorithm": "algorithm",
+    "key": "key",
+    "output": "output",
+    "value": "value",
+    "timestamp": "timestamp",
+    "timestamp_header": "timestamp_header",
+}
+"""Keys of an injection that is a signature; those of `as: hmac` with the fields that they set."""
 
 _PROVIDING = ("env", "file", "template", "form")
 """The keys with which the sandbox gets a placeholder of its own."""
@@ -470,21 +487,26 @@ class _Reader:
         items = node.value if isinstance(node.value, tuple) else (node,)
         if not items:
             self._fail(node, "inject is empty")
-        plans: dict[str, InjectionPlan] = {}
+        plans: list[InjectionPlan] = []
         for item in items:
             plan = self._injection(binding, item)
-            if plan.slot in plans:
+            if any(not plan.claims.isdisjoint(other.claims) for other in plans):
                 self._fail(item, f"a second injection into {plan.place}")
-            plans[plan.slot] = plan
-        return tuple(plans.values())
+            plans.append(plan)
+        return tuple(plans)
 
     def _injection(self, binding: str, node: Node) -> InjectionPlan:
-        keys = self._mapping(node, "secret", "as", "header", "name", "username", *_PROVIDING)
+        signing = (*_AWS_KEYS, *_HMAC_KEYS)
+        keys = self._mapping(node, "secret", "as", "header", "name", "username", *signing, *_PROVIDING)
         for key in ("secret", "as"):
             if key not in keys:
                 self._fail(node, f"inject needs `{key}`")
         secret = self._secret(keys["secret"][1])
         kind = self._choice(keys["as"][1], InjectionKind)
+        for key in keys:
+            signs = InjectionKind.AWS_SIGV4 if key in _AWS_KEYS else InjectionKind.HMAC if key in _HMAC_KEYS else kind
+            if signs is not kind:
+                self._fail(keys[key][0], f"{key} belongs to `as: {signs}`")
         named = _NAMED_BY.get(kind)
         for key in ("header", "name"):
             if key == named and key not in keys:
@@ -498,12 +520,38 @@ class _Reader:
         if named is not None:
             written = keys[named][1]
             name = self._text(written)
-            if kind is InjectionKind.API_KEY:
+            if kind in (InjectionKind.API_KEY, InjectionKind.HMAC):
                 name = self._made(written, lambda: header_name(self._text(written)))
             elif "username" not in keys:
                 place = written
         username = self._text(keys["username"][1]) if "username" in keys else None
-        return self._made(place, lambda: InjectionPlan(binding, secret, kind, name, username))
+        aws = self._aws_signing(keys, node) if kind is InjectionKind.AWS_SIGV4 else None
+        hmac = self._hmac_signing(keys, node, name) if kind is InjectionKind.HMAC else None
+        return self._made(place, lambda: InjectionPlan(binding, secret, kind, name, username, aws=aws, hmac=hmac))
+
+    def _aws_signing(self, keys: Mapping, node: Node) -> AwsSigning:
+        region, service = (self._text(keys[key][1]) if key in keys else None for key in _AWS_KEYS)
+        return self._made(node, lambda: AwsSigning(region, service))
+
+    def _hmac_signing(self, keys: Mapping, node: Node, header: str) -> HmacSigning:
+        if "sign" not in keys:
+            self._fail(node, "as: hmac needs `sign`, the text to sign")
+        texts = {field: self._text(keys[key][1]) for key, field in _HMAC_KEYS.items() if key in keys}
+        if "timestamp_header" in texts:
+            texts["timestamp_header"] = self._made(
+                keys["timestamp_header"][1], lambda: header_name(texts["timestamp_header"])
+            )
+        choices = {
+            key: self._choice(keys[key][1], kind)
+            for key, kind in (
+                ("algorithm", HmacDigest),
+                ("key", KeyForm),
+                ("output", SignatureForm),
+                ("timestamp", TimestampForm),
+            )
+            if key in keys
+        }
+        return self._made(node, lambda: HmacSigning(header, **{**texts, **choices}))  # type: ignore[arg-type]
 
     def _substitutions(self, binding: str, node: Node) -> tuple[SubstitutionPlan, ...]:
         items = node.value if isinstance(node.value, tuple) else (node,)
@@ -646,7 +694,7 @@ class _Reader:
 
     def _check_injections(self, policy: Node, rules: list[Rule]) -> None:
         """Check the rules of a policy with its bases. `policy` is the place of what concerns rules of presets only."""
-        by_slot: dict[tuple[str, str], list[tuple[Rule, SecretPlan]]] = {}
+        by_host: dict[str, list[tuple[Rule, SecretPlan]]] = {}
         if len(rules) > MAX_RULES:
             last = self._rule_places.get(rules[-1].id, policy)
             self._fail(last, f"more than {MAX_RULES} rules in one policy with its bases")
@@ -654,8 +702,7 @@ class _Reader:
         for rule in rules:
             for plan in rule.request_plans:
                 for host in rule.hosts:
-                    # The header `Cookie` and a cookie collide, too, so the kind of a slot is compared, not its name.
-                    rivals = by_slot.setdefault((host.text, plan.slot.partition(":")[0]), [])
+                    rivals = by_host.setdefault(host.text, [])
                     for other, rival in rivals:
                         if collide(rival, plan) and _meet(rule, other):
                             places = [(self._rule_places.get(rule.id), other), (self._rule_places.get(other.id), rule)]
@@ -834,9 +881,7 @@ class _Reader:
             self._fail(node, f"{name} must be true or false")
         return node.value
 
-    def _choice[T: (Action, Mode, Scheme, InjectionKind, Surface, Handling, _Form)](
-        self, node: Node, kind: type[T]
-    ) -> T:
+    def _choice[T: StrEnum](self, node: Node, kind: type[T]) -> T:
         text = self._text(node)
         known = {member.value: member for member in kind}
         if text not in known:

@@ -55,6 +55,9 @@ STAND_IN_ADDRESS = "93.184.216.17"
 DATABASE = "db.bank.example"
 """A PostgreSQL, if one runs there (`tests.postgresql`)."""
 DATABASE_ADDRESS = "93.184.216.18"
+STORAGE = "s3.bank.example"
+"""An object store, if one runs there (`testbed.storage`)."""
+STORAGE_ADDRESS = "93.184.216.19"
 DNS_ADDRESS = "93.184.216.53"
 METADATA_ADDRESS, ATTACKER_V6 = attempts.METADATA_ADDRESS, attempts.ATTACKER_V6
 CONTROL_INTERFACE = "ctl0"
@@ -152,7 +155,7 @@ class Internet:
         self.directory.chmod(0o711)
         self.roots.write_text(self.authority.pem)
         self.roots.chmod(0o644)
-        for host in (*ADDRESSES, REGISTRY, DATABASE, *STAND_INS):
+        for host in (*ADDRESSES, REGISTRY, DATABASE, STORAGE, *STAND_INS):
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             namespaces.make(namespace)
@@ -163,7 +166,7 @@ class Internet:
         self._link(self.control, CONTROL_ADDRESS, CONTROL_INTERFACE, CONTROL_GATEWAY, "net1")
         ip("-n", self.net, "-6", "addr", "add", f"{_CONTROL_GATEWAY_V6}/64", "dev", "net1", "nodad")
         self.connect_control()
-        others = (REGISTRY_ADDRESS, STAND_IN_ADDRESS, DATABASE_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS)
+        others = (REGISTRY_ADDRESS, STAND_IN_ADDRESS, DATABASE_ADDRESS, STORAGE_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS)
         for address in (*ADDRESSES.values(), *others):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
         ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")

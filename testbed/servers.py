@@ -51,6 +51,8 @@ from testbed.internet import (
     STAND_IN_ADDRESS,
     STAND_INS,
     STATUS,
+    STORAGE,
+    STORAGE_ADDRESS,
 )
 from testbed.packages import index_pages
 from testbed.raw_host import RawHost
@@ -60,6 +62,7 @@ _ZONE = {
     SILENT: SILENT_ADDRESS,
     REGISTRY: REGISTRY_ADDRESS,
     DATABASE: DATABASE_ADDRESS,
+    STORAGE: STORAGE_ADDRESS,
     **dict.fromkeys(STAND_INS, STAND_IN_ADDRESS),
 }
 _MAX_BODY = 64 * 1024 * 1024

@@ -24,7 +24,8 @@ class GatewayLimits:
         idle: of a flow, without a byte in either direction.
         total: of a spliced flow.
         scrub_body_bytes: largest response body that is searched for secrets.
-        request_body_bytes: largest request body into which a secret is put. All of a sandbox: four times as much.
+        request_body_bytes: largest request body into which a secret is put, or that is signed. All of a sandbox: four
+            times as much.
     """
 
     connections: int = 512

@@ -3,6 +3,7 @@
 - The search covers every value that a request to that host can carry under the policy in force, and its former values,
   also if another request, connection or worker sent them. A secret that the sandbox does not have at the host is
   skipped. A secret whose value is not available is an error.
+- Of the key of a signature the search covers the keys that are derived from it today and tomorrow, too.
 - A scrubbed response tells the sandbox whether a guess was right. Each such response is counted for the sandbox before
   it is relayed: the apparent beginning of a value at an end (`MAX_PARTIAL` in the sandbox's life), and a found value (a
   rate). Above the limit the response is withheld.
@@ -17,6 +18,7 @@ from gateway.scrub.forms import Patterns
 from gateway.scrub.frames import FrameScrubber
 from gateway.scrub.grpc import MessageScrubber
 from gateway.scrub.stream import Scrubber, Withheld
+from gateway.signing.signer import is_sent, signing_texts
 from policy.compiled import SecretAt
 from policy.injection import InjectionKind, InjectionPlan
 from policy.logins import AnyPlan, LoginPlan
@@ -70,14 +72,18 @@ class SearchedSecrets:
         self._disclosures = effects.disclosures
         self._recorder = effects.recorder
         self._clock = effects.clock
+        self._date = effects.date
         self._known = known
         self._considered: set[SecretAt] = set()
         self._uses: set[SecretAt] = set()
         self._covered: set[str] = set()
         self._learned: tuple[SecretAt, ...] | None = None
+        self._day = 0
         self._texts: frozenset[str | bytes] = frozenset()
         self.patterns: Patterns | None = None
         """None while there is no value to search for."""
+        self.sent = False
+        """Whether requests to the host can contain a value. Keys of signatures are searched for, but never sent."""
         self.names: set[str] = set()
         """Names of the secrets that are searched for, or are being fetched."""
 
@@ -100,8 +106,12 @@ class SearchedSecrets:
             Exception: the value of a secret is not available.
         """
         uses = self._decider.secrets_to(self._host)
-        if uses is self._learned:
+        day = self._date().toordinal()
+        if uses is self._learned and day == self._day:
             return
+        if day != self._day:  # a signature's derived keys are others
+            self._uses.clear()
+            self._day = day
         skipped = False
         for use in uses:
             if use in self._uses:
@@ -113,13 +123,21 @@ class SearchedSecrets:
             except SecretRefused:
                 skipped = True
                 continue
-            texts = {text for value in values for text in texts_of(use.plan, value)}
+            texts = {text for value in values for text in self._texts_of(use, value)}
             self._uses.add(use)
             self._covered.add(use.plan.secret)
             if not texts <= self._texts:
                 self._texts |= texts
                 self.patterns = self._known.of(self._texts)
         self._learned = None if skipped else uses
+
+    def _texts_of(self, use: SecretAt, value: Secret) -> frozenset[str | bytes]:
+        if not isinstance(use.plan, InjectionPlan) or not use.plan.signs:
+            self.sent = True
+            return texts_of(use.plan, value)
+        self.sent = self.sent or is_sent(use.plan, value.reveal())
+        texts = signing_texts(use.plan, value.reveal(), use.host, self._date().timestamp())
+        return frozenset(one for one in texts if len(one) >= MIN_SENT)
 
     def refusal(self) -> str | None:
         """Return why requests to the host are refused now, None if they are not."""

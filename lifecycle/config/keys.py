@@ -502,7 +502,7 @@ class SettingsModel(BaseModel):
         "`{connection_rate = 2000, dial_rate = 2000}` permits 2000 new connections a second. `connections` at once; "
         "`connection_rate` of the sandbox and `dial_rate` to the outside, per second, twice that at once; "
         "`first_bytes`, `connect`, `idle` and `total` in seconds; `scrub_body_bytes` of a response; "
-        "`request_body_bytes` of a request that gets a secret in its body",
+        "`request_body_bytes` of a request that gets a secret in its body or is signed with it",
     )
     sallyport_python: AbsolutePath | None = _key(
         "sallyport.python",

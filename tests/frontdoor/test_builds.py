@@ -11,6 +11,7 @@ import pytest
 from frontdoor import names, packages
 
 ROOT = Path(__file__).resolve().parents[2]
+STORAGE = "versitygw-v1.8.0"
 RUNSC = "runsc-v0.0.0-20260905035102-160fafc42237"
 PROGRAM = """
 import json, os
@@ -44,7 +45,7 @@ def _home(tmp_path: Path) -> Path:
     cache = tmp_path / "cache"
     cache.mkdir()
     images = [names.image(ROOT, name) for name in ("base", "small", "java")]
-    for name in (names.execd(ROOT), names.code_image(ROOT), names.vault_server(ROOT), *images, RUNSC):
+    for name in (names.execd(ROOT), names.code_image(ROOT), names.vault_server(ROOT), *images, RUNSC, STORAGE):
         (cache / name).touch(mode=0o755)
     (cache / names.clients(ROOT)).mkdir()
     (cache / names.clients(ROOT) / "complete").touch()
@@ -73,6 +74,7 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_CLIENTS": f"{cache}/{names.clients(ROOT)}",
         "SALLYPORT_VAULT": f"{cache}/{names.vault_server(ROOT)}",
         "SALLYPORT_REGISTRY": f"{cache}/docker-registry/usr/bin/docker-registry",
+        "SALLYPORT_STORAGE": f"{cache}/{STORAGE}",
     } == json.loads(done.stdout)
 
 

@@ -48,6 +48,7 @@ from tests.gateway.exchange_cases import (
     Seen,
     check,
 )
+from tests.gateway.signature_cases import SIGNED
 from vault.secret import Secret
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -158,13 +159,13 @@ def _request(case: Case, seen: Seen, session: Session, exchange: Exchange) -> No
     seen.whole = True
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", [*CASES, *SIGNED], ids=lambda case: case.name)
 def test_the_case(case: Case) -> None:
     check(case, drive(case))
 
 
 def test_the_names_of_cases_are_distinct() -> None:
-    assert len(CASES) == len({case.name for case in CASES})
+    assert len([*CASES, *SIGNED]) == len({case.name for case in (*CASES, *SIGNED)})
 
 
 WHERE: dict[str, object] = {

@@ -57,6 +57,7 @@ def test_grpc_is_known_by_its_type(value: bytes, grpc: bool) -> None:
 
 def test_codings_are_listed_in_the_order_of_their_application() -> None:
     assert ["gzip", "br", "zstd"] == encodings(((b"Content-Encoding", b"GZIP, br"), (b"content-encoding", b" zstd,")))
+    assert ["gzip"] == encodings(((b"content-encoding", b"gzip,AWS-chunked"),))
 
 
 def test_what_is_between_neighbours_is_not_passed_on_and_a_value_has_one_line() -> None:

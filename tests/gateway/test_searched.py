@@ -1,9 +1,10 @@
 """Secrets in responses: values that reveal them, searchable responses, and the limit of what these may reveal."""
 
 import base64
+import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -20,6 +21,7 @@ from policy.decision import AllowRequest, Deny
 from policy.facts import RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan, SecretPlan
 from policy.rules import Endpoint
+from policy.signing import AwsSigning, HmacSigning, KeyForm
 from vault.secret import Secret
 
 
@@ -153,7 +155,12 @@ def names(*uses: SecretAt) -> frozenset[str]:
     return frozenset(one.plan.secret for one in uses)
 
 
-def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) -> SearchedSecrets:
+def looking(
+    vault: Vault,
+    ledger: Ledger | None = None,
+    log: Log | None = None,
+    date: Callable[[], datetime] = lambda: datetime(2026, 1, 2, tzinfo=UTC),
+) -> SearchedSecrets:
     effects = Effects(
         decider=vault,
         allowance=vault,
@@ -162,7 +169,7 @@ def looking(vault: Vault, ledger: Ledger | None = None, log: Log | None = None) 
         disclosures=ledger or Ledger.fresh(),
         admission=Admission(lambda: 0.0),
         clock=lambda: 0.0,
-        date=lambda: datetime(2026, 1, 2, tzinfo=UTC),
+        date=date,
     )
     return SearchedSecrets(HOST, effects, KnownPatterns())
 
@@ -256,3 +263,68 @@ def test_patterns_are_shared_bounded_and_forgotten() -> None:
     known.drop()
     assert "KnownPatterns(0)" == repr(known)
     assert first is not known.of(frozenset({"value-of-today"}))
+
+
+AWS = InjectionPlan("b", "keys", InjectionKind.AWS_SIGV4, "Authorization", aws=AwsSigning("eu-west-1", "s3"))
+KEYS = "AKIDEXAMPLE:s3cr3t/K7MDENG+bPxRfi"
+TODAY = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+async def test_the_keys_of_a_signature_are_looked_for_in_all_their_encodings_for_today_and_tomorrow() -> None:
+    """Derived keys are computed here by the documented steps. The access key id is no secret."""
+
+    def derived(day: str) -> bytes:
+        key = b"AWS4s3cr3t/K7MDENG+bPxRfi"
+        for part in (day, "eu-west-1", "s3", "aws4_request"):
+            key = hmac.new(key, part.encode(), "sha256").digest()
+        return key
+
+    times = [TODAY]
+    vault = Vault((SecretAt(AWS, HOST, Endpoint(443, Scheme.HTTPS)),), {"keys": (KEYS,)})
+    searched = looking(vault, date=lambda: times[-1])
+    for day, other in (("20260102", "20260104"), ("20260103", "20260104"), ("20260104", "20260106")):
+        await searched.learn()
+        assert searched.patterns is not None
+        key = derived(day)
+        encoded = (key.hex().encode(), base64.b64encode(key), base64.urlsafe_b64encode(key))
+        assert all(searched.patterns.spans(text) for text in (*encoded, b"s3cr3t/K7MDENG+bPxRfi"))
+        assert not any(searched.patterns.spans(text) for text in (b"AKIDEXAMPLE", derived(other).hex().encode()))
+        times.append(times[-1] + timedelta(0 if day == "20260102" else 2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "value", "sent"),
+    [
+        (AWS, KEYS, False),
+        (AWS, f"{KEYS}:session-token", True),
+        (InjectionPlan("b", "k", InjectionKind.HMAC, "X-S", hmac=HmacSigning("X-S", "{path}")), "a-long-key", False),
+        (FIRST.plan, "a-long-token", True),
+    ],
+)
+async def test_only_a_secret_that_is_sent_can_come_back(plan: InjectionPlan, value: str, sent: bool) -> None:
+    vault = Vault((SecretAt(plan, HOST, Endpoint(443, Scheme.HTTPS)),), {plan.secret: (value,)})
+    searched = looking(vault)
+    assert not searched.sent
+    await searched.learn()
+    assert searched.sent is sent
+    assert searched.patterns is not None and searched.patterns.spans(value.partition(":")[2].encode() or value.encode())
+
+
+@pytest.mark.parametrize("form", [KeyForm.BASE64, KeyForm.HEX])
+async def test_the_key_of_a_keyed_hash_is_looked_for_in_each_encoding(form: KeyForm) -> None:
+    key = b"\x00\xffkey of the service\x80"
+    texts = {KeyForm.BASE64: base64.b64encode(key).decode(), KeyForm.HEX: key.hex()}
+    signing = HmacSigning("X-S", "{path}", key=form)
+    made = InjectionPlan("b", "k", InjectionKind.HMAC, "X-S", hmac=signing)
+    searched = looking(Vault((SecretAt(made, HOST, Endpoint(443, Scheme.HTTPS)),), {"k": (texts[form],)}))
+    await searched.learn()
+    assert searched.patterns is not None
+    assert all(searched.patterns.spans(text.encode()) for text in texts.values())
+
+
+async def test_keys_of_another_form_are_looked_for_as_they_are() -> None:
+    """They sign nothing, but an operator's mistake does not make them visible."""
+    vault = Vault((SecretAt(AWS, HOST, Endpoint(443, Scheme.HTTPS)),), {"keys": ("no-access-key",)})
+    searched = looking(vault)
+    await searched.learn()
+    assert searched.patterns is not None and searched.patterns.spans(b"no-access-key")

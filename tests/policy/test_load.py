@@ -477,6 +477,8 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
         *schema._RULE_KEYS,
         *("secret", "as", "header", "name", "username", "placeholder", "in"),
         *schema._PROVIDING,
+        *schema._AWS_KEYS,
+        *schema._HMAC_KEYS,
         *DnsSettings.__dataclass_fields__,
         *Limits.__dataclass_fields__,
     ]
@@ -486,7 +488,7 @@ def test_the_example_file_is_good_and_shows_every_feature() -> None:
     assert [] == [surface for surface in Surface if f" {surface}" not in text]
     assert ["base", "agents", "builds", "trial"] == list(document.policies)
     assert {"preset/pypi/index", "preset/npm/registry"} <= {rule.id for rule in compile_named(document, "builds").rules}
-    assert 29 == len(compile_named(document, "trial").rules)
+    assert 32 == len(compile_named(document, "trial").rules)
     assert [] == [backend for backend in BackendKind if f"{backend}://" not in text]
     assert () == document.remarks
 

@@ -16,7 +16,7 @@ def test_check_lists_a_good_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == check(EXAMPLE)
 
     printed = capsys.readouterr().out
-    assert "policy agents: 29 rules, enforce" in printed
+    assert "policy agents: 32 rules, enforce" in printed
     assert "client credentials in agents/api: headers refuse, cookies strip, query refuse\n" in printed
     assert "in agents/tickets: headers refuse, cookies allow, query refuse, header:x-session-token allow" in printed
     assert "secret api-token -> https://api.corp-example.com:443 as bearer (agents/api)" in printed

@@ -216,9 +216,9 @@ class Transaction:
         if not body.done:
             self._upload = asyncio.create_task(self._send_body(connection))
         else:
+            self._exchange.request_sent()
             if body.chunked:
                 connection.write(_LAST_CHUNK)
-            self._exchange.request_sent()
         self._client.ended = lambda: connection.interrupt(_ClientGone())
         if self._client.at_end:
             raise _ClientGone
@@ -242,9 +242,9 @@ class Transaction:
                     await server.drain()
                 except ConnectionError:
                     return  # its response may have come before
+            self._exchange.request_sent()
             if body.chunked:
                 server.write(_LAST_CHUNK)
-            self._exchange.request_sent()
         except (OSError, FramingError):
             server.interrupt(_ClientGone())
         except Exception as error:  # noqa: BLE001 - fails closed: the flow is aborted

@@ -37,6 +37,7 @@ from tests.gateway.exchange_cases import (
 from tests.gateway.mitm.conftest import Authority, Rig, Upstream, only, running, server_context
 from tests.gateway.mitm.test_pool import until
 from tests.gateway.mitm.test_streams import Caller, Server
+from tests.gateway.signature_cases import SIGNED
 from vault.secret import Secret
 
 LIMITS = replace(EngineLimits(), scrub_body_bytes=MAX_DECODED, request_body_bytes=MAX_BODY)
@@ -194,7 +195,7 @@ async def ask_http2(rig: Rig, case: Case, seen: Seen) -> None:
     caller.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", [*CASES, *SIGNED], ids=lambda case: case.name)
 async def test_the_case(case: Case, tmp_path: Path, upstream_root: Authority, sandbox_root: Authority) -> None:
     ports = case.ports()
     seen, rig = Seen(ports), CaseRig(tmp_path, Upstream(), upstream_root, sandbox_root, ports=ports)
