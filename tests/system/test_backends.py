@@ -255,7 +255,7 @@ def test_without_a_value_the_sandbox_the_log_and_the_operator_get_the_reason(set
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("killed", ["vault.vaultd", "vault.fetcher", "policy.compiler", "runtimes.hostd"])
+@pytest.mark.parametrize("killed", ["vault.vaultd", "vault.fetcher", "policy.compiler"])
 def test_after_the_death_of_a_daemon_a_secret_of_a_backend_is_released_again(setup: Setup, killed: str) -> None:
     """vaultd gets the operator's list again, and the fetcher its channel."""
     stack = setup.stack

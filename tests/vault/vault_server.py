@@ -124,7 +124,9 @@ class VaultServer:
         """Start the server, and unseal it."""
         command = [str(self._program), "server", f"-config={self._directory / 'vault.json'}"]
         with (self._directory / "vault.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True
+            )
         deadline = time.monotonic() + _READY_SECONDS
         while True:
             try:
@@ -152,10 +154,9 @@ class VaultServer:
         self.ask("PUT", "sys/seal")
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the process and those of its plugins."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
             self._process = None
 
