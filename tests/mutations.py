@@ -87,7 +87,7 @@ def permitted(policy: CompiledPolicy, hosts: Iterable[str], paths: Iterable[str]
             found |= {
                 f"forwards {kind} of the client in {facts}"
                 for kind in CLASSES
-                if handling is None or getattr(handling, kind) is Handling.ALLOW
+                if handling is not None and getattr(handling, kind) is Handling.ALLOW
             }
     return frozenset(found)
 

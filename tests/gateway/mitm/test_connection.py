@@ -5,7 +5,7 @@ import contextlib
 import gzip
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import h2.events
 import pytest
 from mitmproxy.connection import Client, Server
 from mitmproxy.flow import Error
-from mitmproxy.proxy import commands, events, layer
+from mitmproxy.proxy import commands, events
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layers.http import GetHttpConnection, GetHttpConnectionCompleted, HttpRequestHeadersHook
 from mitmproxy.proxy.layers.websocket import WebsocketStartHook
@@ -22,8 +22,8 @@ from OpenSSL import SSL, crypto
 from gateway.engines.engine import _still_allowed
 from gateway.engines.mitm import options
 from gateway.engines.mitm.connection import FlowConnection
-from gateway.engines.mitm.layers import RootLayer, StrictHttpLayer
-from gateway.engines.mitm.pin import Commands, Pin
+from gateway.engines.mitm.layers import RootLayer, StrictHttpLayer, StrictStream
+from gateway.engines.mitm.pin import PRESENTED, Commands, Pin
 from gateway.engines.port import InspectedFlow
 from gateway.tls.contexts import ClientContexts, UpstreamContext, verified
 from gateway.tls.hello import Hello
@@ -116,18 +116,17 @@ async def test_a_denied_request_opens_nothing(made: Made) -> None:
     assert 0 == made.dials.asked
 
 
-@dataclass
-class Asking(layer.Layer):
-    """A layer that stores the answers it receives."""
+class Asking(StrictStream):
+    """A stream that stores the answers it receives. Its request has a verdict, and presents no certificate."""
 
-    context: Context
-    heard: list[events.Event] = field(default_factory=list)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, 1, Pin(FlowFacts(HOST, 443, Scheme.HTTPS), 1000))
+        self.heard: list[events.Event] = []
+        self.flow = request()
+        self.flow.metadata[PRESENTED] = None
 
     def handle_event(self, event: events.Event) -> Commands[None]:
         self.heard.append(event)
-        yield from ()
-
-    def _handle_event(self, event: events.Event) -> Commands[None]:
         yield from ()
 
 
@@ -234,7 +233,7 @@ async def test_the_client_hello_is_the_one_that_was_decided_on(made: Made, sni: 
 
 async def test_an_upstream_handshake_is_for_the_host_of_the_flow(made: Made) -> None:
     def data(sni: str | None, *, is_dtls: bool = False) -> Any:
-        return SimpleNamespace(conn=SimpleNamespace(sni=sni), is_dtls=is_dtls, ssl_conn=None)
+        return SimpleNamespace(conn=Server(address=(HOST, 443), sni=sni), is_dtls=is_dtls, ssl_conn=None)
 
     for wrong in (data("evil.test"), data(None), data(HOST, is_dtls=True)):
         with pytest.raises(RuntimeError, match="the upstream handshake is for another host than the flow's"):
