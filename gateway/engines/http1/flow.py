@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 from gateway import pages
 from gateway.engines.buffered import BufferedConnection
+from gateway.engines.ending import IdleTime, close_all
 from gateway.engines.engine import Shared
 from gateway.engines.http1.framing import ClientRequest, HeadWriter, read_request
 from gateway.engines.http1.servers import BUFFER, Servers
@@ -50,11 +51,7 @@ class Http1Flow:
         self._task: asyncio.Task[None] | None = None
         self._requests = 0
         self._loop = asyncio.get_running_loop()
-        self._active_at = self._loop.time()
-        self._waits = 0
-        self._pause = _Pause(self)
-        self._unsent = 0
-        self._idle = self._loop.call_later(self._limits.idle_seconds, self._end_idle)
+        self._idle = IdleTime(self._limits.idle_seconds, self._unsent, lambda: self._end("idle"))
 
     async def run(self) -> None:
         """See `gateway.engines.engine.Flow`."""
@@ -95,22 +92,7 @@ class Http1Flow:
         self._servers.close()
         if self._client is None:
             self._flow.writer.close()
-        connections = self._connections()
-        for connection in connections:
-            connection.close()
-        ends = {asyncio.ensure_future(connection.closed()) for connection in connections if connection.unsent}
-        left, unsent = ends, -1
-        try:
-            while left and unsent != sum(connection.unsent for connection in connections):
-                unsent = sum(connection.unsent for connection in connections)
-                _, left = await asyncio.wait(left, timeout=self._limits.idle_seconds)
-        finally:
-            if left:
-                for connection in connections:
-                    connection.discard()
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+        await close_all(self._connections(), self._limits.idle_seconds)
 
     def _connections(self) -> list[BufferedConnection]:
         return [*self._servers.connections, *([] if self._client is None else [self._client])]
@@ -118,22 +100,14 @@ class Http1Flow:
     # Time.
 
     def _moved(self) -> None:
-        self._active_at = self._loop.time()
+        self._idle.active_at = self._loop.time()
         self._shared.beat()
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return self._pause
+        return self._idle
 
-    def _end_idle(self) -> None:
-        left = self._active_at + self._limits.idle_seconds - self._loop.time()
-        unsent = sum(connection.unsent for connection in self._connections())
-        if self._waits or unsent != self._unsent:
-            left = float(self._limits.idle_seconds)
-        self._unsent = unsent
-        if left > 0:
-            self._idle = self._loop.call_later(left, self._end_idle)
-        else:
-            self._end("idle")
+    def _unsent(self) -> int:
+        return sum(connection.unsent for connection in self._connections())
 
     def _end(self, reason: str) -> None:
         self.reason = reason
@@ -197,17 +171,3 @@ class Http1Flow:
 
     def _end_head(self) -> None:
         self._end("a request head was not complete in time")
-
-
-class _Pause(AbstractContextManager[None]):
-    """The time in which a flow waits for a port of the exchange, which has a limit of its own. It can be nested."""
-
-    def __init__(self, flow: Http1Flow) -> None:
-        self._flow = flow
-
-    def __enter__(self) -> None:
-        self._flow._waits += 1
-
-    def __exit__(self, *_error: object) -> None:
-        self._flow._waits -= 1
-        self._flow._active_at = self._flow._loop.time()

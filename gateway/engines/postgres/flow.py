@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from gateway import startup as packets
 from gateway.engines.buffered import BufferedConnection
+from gateway.engines.ending import IdleTime, close_all
 from gateway.engines.engine import Shared
 from gateway.engines.port import InspectedFlow
 from gateway.engines.postgres.cancel import CancelKeys, Cancellable
@@ -75,10 +76,8 @@ class PostgresFlow:
         self._server = DatabaseServer(flow, shared, self.session, self._moved)
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._active_at = self._loop.time()
-        self._unsent = 0
         self._up = self._down = 0
-        self._idle = self._loop.call_later(self._limits.idle_seconds, self._end_idle)
+        self._idle = IdleTime(self._limits.idle_seconds, self._unsent, lambda: self._end("idle"))
 
     async def run(self) -> None:
         """See `gateway.engines.engine.Flow`."""
@@ -116,22 +115,7 @@ class PostgresFlow:
         self._idle.cancel()
         if self._client is None:
             self._flow.writer.close()
-        connections = self._connections()
-        for connection in connections:
-            connection.close()
-        ends = {asyncio.ensure_future(connection.closed()) for connection in connections if connection.unsent}
-        left, unsent = ends, -1
-        try:
-            while left and unsent != self._queued():
-                unsent = self._queued()
-                _, left = await asyncio.wait(left, timeout=self._limits.idle_seconds)
-        finally:
-            if left:
-                for connection in connections:
-                    connection.discard()
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+        await close_all(self._connections(), self._limits.idle_seconds)
 
     # The session.
 
@@ -259,23 +243,12 @@ class PostgresFlow:
     def _connections(self) -> list[BufferedConnection]:
         return [one for one in (self._client, self._server.connection) if one is not None]
 
-    def _queued(self) -> int:
+    def _unsent(self) -> int:
         return sum(connection.unsent for connection in self._connections())
 
     def _moved(self) -> None:
-        self._active_at = self._loop.time()
+        self._idle.active_at = self._loop.time()
         self._shared.beat()
-
-    def _end_idle(self) -> None:
-        left = self._active_at + self._limits.idle_seconds - self._loop.time()
-        unsent = self._queued()
-        if unsent != self._unsent:
-            left = float(self._limits.idle_seconds)
-        self._unsent = unsent
-        if left > 0:
-            self._idle = self._loop.call_later(left, self._end_idle)
-        else:
-            self._end("idle")
 
     def _end(self, reason: str) -> None:
         self.reason = reason
