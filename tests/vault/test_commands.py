@@ -62,8 +62,9 @@ async def test_a_command_gets_the_environment_of_the_settings_and_nothing_else(
         (f"printf '{CANARY}\\377'", Fault.UNFIT),
         (f"yes {CANARY}", Fault.UNFIT),
         (f"echo {CANARY}; sleep 60", Fault.TIMEOUT),
+        (f"setsid sleep 3 & echo {CANARY}", Fault.TIMEOUT),
     ],
-    ids=["status", "signal", "nothing", "two lines", "not UTF-8", "endless", "late"],
+    ids=["status", "signal", "nothing", "two lines", "not UTF-8", "endless", "late", "output kept open"],
 )
 async def test_a_command_that_fails_or_does_not_end_gives_no_value(script: str, expected: Fault) -> None:
     began = time.monotonic()

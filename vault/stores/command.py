@@ -11,9 +11,14 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
+import subprocess
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from policy.references import BackendKind, SecretReference, is_reference
@@ -46,7 +51,7 @@ class CommandBackend:
         self._supplier = supplier
         self._refresh = refresh
         self._seconds = seconds
-        self._running = asyncio.Semaphore(MOST_COMMANDS)
+        self._threads = ThreadPoolExecutor(MOST_COMMANDS, "command")
         self.about = ", ".join(sorted(commands))
 
     async def read(self, reference: SecretReference, sandbox: str) -> BackendValue:
@@ -55,8 +60,7 @@ class CommandBackend:
         if command is None:
             raise NoValueError(Fault.MISSING, "sallyport.vault.commands has no command of this name: add it")
         environment = {name: await self._variable(text) for name, text in command.environment.items()}
-        async with self._running:
-            output = await self._run(command.argv, _BASE | environment)
+        output = await self._run(command.argv, _BASE | environment)
         return unleased(without_newline(decoded(output, MOST_BYTES)), self._refresh)
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
@@ -70,6 +74,7 @@ class CommandBackend:
 
     async def close(self) -> None:
         """See `Backend`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _variable(self, text: str) -> str:
         if not is_reference(text):
@@ -78,34 +83,56 @@ class CommandBackend:
         return without_newline(await self._supplier.text(_MATERIAL[reference.backend], reference.path))
 
     async def _run(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> bytes:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise NoValueError(Fault.FAILED, f"the command cannot be executed: {error.strerror}") from None
-        assert process.stdout is not None  # noqa: S101 - for mypy: it is a pipe
-        try:
-            async with asyncio.timeout(self._seconds):
-                output = bytearray()
-                while len(output) <= MOST_BYTES and (part := await process.stdout.read(MOST_BYTES + 1 - len(output))):
-                    output += part
-                if len(output) <= MOST_BYTES:
-                    await process.wait()
-        except TimeoutError:
-            raise NoValueError(Fault.TIMEOUT, f"the command did not end in {self._seconds:g} s") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if len(output) <= MOST_BYTES and process.returncode != 0:
-            raise NoValueError(
-                Fault.FAILED, f"the command ended with status {process.returncode}: run it as the fetcher's user"
-            )
-        return bytes(output)
+        work = partial(_output, argv, environment, self._seconds)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _output(argv: tuple[str, ...], environment: Mapping[str, str], seconds: float) -> bytes:
+    """Return what a program printed, or its begin if that is over `MOST_BYTES`. No process of its group is left.
+
+    Raises:
+        NoValueError: it was not started, has failed, or has not ended in time.
+    """
+    until = time.monotonic() + seconds
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NoValueError(Fault.FAILED, f"the command cannot be executed: {error.strerror}") from None
+    assert process.stdout is not None  # noqa: S101 - for mypy: it is a pipe
+    ended = os.pidfd_open(process.pid)
+    output = bytearray()
+    try:
+        while len(output) <= MOST_BYTES:
+            _readable(process.stdout.fileno(), until)
+            part = os.read(process.stdout.fileno(), MOST_BYTES + 1 - len(output))
+            if not part:
+                _readable(ended, until)
+                break
+            output += part
+    except TimeoutError:
+        raise NoValueError(Fault.TIMEOUT, f"the command did not end in {seconds:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so its number is its own
+        os.close(ended)
+        process.stdout.close()
+        status = process.wait()
+    if len(output) <= MOST_BYTES and status != 0:
+        raise NoValueError(Fault.FAILED, f"the command ended with status {status}: run it as the fetcher's user")
+    return bytes(output)
+
+
+def _readable(fd: int, until: float) -> None:
+    """Wait until a descriptor can be read. Raises TimeoutError at `until` (`time.monotonic()`)."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
