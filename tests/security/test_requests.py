@@ -313,6 +313,7 @@ def _scopes() -> Iterator[Attack]:
     ):
         yield Attack(f"path {path}", (_get("X-Mark: @@", path=path),))
     yield Attack("the admin path", (HIDDEN,))
+    yield Attack("the client's own authorization in a query", (_get(path="/v1/@@?authorization=stolen"),))
     yield Attack("clear text on 80 to a host with a secret", (_get(),), None, API, 80)
     yield Attack("clear text to the attacker with an honest Host", (_get(),), None, ATTACKER, 80)
     yield Attack("an https target on 80", (_get(path=f"https://{API}/v1/@@"),), None, API, 80)
@@ -384,11 +385,6 @@ SOME_ARRIVES = (
     Attack("the client's own authorization in odd case", (_get("aUTHORIZATION: Basic c3RvbGVu"),), arrives=ONE),
     Attack("Authorization named by Connection", (_get("Connection: authorization, x-api-key"),), arrives=ONE),
     Attack("Proxy-Authorization", (_get("Proxy-Authorization: Bearer stolen"),), arrives=ONE),
-    Attack(
-        "Authorization in a query",
-        (_get(path="/v1/@@?authorization=stolen"),),
-        arrives=("/v1/@@?authorization=stolen",),
-    ),
     Attack("hop-by-hop headers", (_get("Keep-Alive: 1", "TE: trailers", "Proxy-Connection: close"),), arrives=ONE),
     Attack("HTTP/1.0", (_head(f"Host: {API}", start="GET /v1/@@ HTTP/1.0"),), arrives=ONE),
 )

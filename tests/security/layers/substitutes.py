@@ -308,8 +308,8 @@ def _engine() -> None:
 
     agreement = "host, SNI and certificate agreement"
 
-    def unverified(real: Any, self: Any, host: str, alpn: Any) -> Any:
-        made = real(self, host, alpn)
+    def unverified(real: Any, *arguments: Any) -> Any:
+        made = real(*arguments)
         made.set_verify(SSL.VERIFY_NONE, lambda *_: True)
         return made
 
