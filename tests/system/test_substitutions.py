@@ -61,7 +61,7 @@ class Placed:
         return [
             (record["decision"], record["secret"])
             for record in self.stack.audit_records()
-            if record["kind"] == "secret.use" and mark in record["path"]
+            if record["kind"] == "secret.use" and mark in record.get("path", "")
         ]
 
 
