@@ -49,10 +49,14 @@ class Suite:
     kept: tuple[int, ...] = ()
 
     def command(self, name: str, *options: str) -> list[str]:
-        """Return the command line of a lane. A shell's background jobs ignore interrupts; pytest must not."""
+        """Return the command line of a lane.
+
+        A shell's background jobs ignore interrupts; pytest must not. Each session reads the byte code that another one
+        wrote: to rewrite the assertions of all test modules takes ten seconds.
+        """
         report = f"--junitxml={self.reports}/{name}.xml"
         pytest = (self.python, "-m", "pytest", "-q", "--durations=15", report, *self.selected, *options)
-        return ["env", "--default-signal=INT", *pytest]
+        return ["env", "--default-signal=INT", "--unset=PYTHONDONTWRITEBYTECODE", *pytest]
 
     def lane(self, name: str, *options: str) -> int:
         """Run a lane and return its exit status. An interrupted lane ends in order before this returns."""

@@ -16,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_lane_is_a_session_of_pytest_with_a_report() -> None:
     suite = Suite("/c/.venv/bin/python", "/h/reports", ("--all",))
     assert [
-        *("env", "--default-signal=INT", "/c/.venv/bin/python", "-m", "pytest", "-q", "--durations=15"),
+        *(
+            "env",
+            "--default-signal=INT",
+            "--unset=PYTHONDONTWRITEBYTECODE",
+            "/c/.venv/bin/python",
+            "-m",
+            "pytest",
+            "-q",
+            "--durations=15",
+        ),
         *("--junitxml=/h/reports/timed.xml", "--all", "-m", "system and timed"),
     ] == suite.command("timed", "-m", "system and timed")
 

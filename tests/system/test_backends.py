@@ -270,7 +270,7 @@ def test_after_the_death_of_a_daemon_a_secret_of_a_backend_is_released_again(set
         assert asked(sandbox, API, "/v1/quiet/file").endswith("200")
 
 
-@pytest.mark.timed
+@pytest.mark.faults
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_lease(
     setup: Setup, runtime: str
@@ -298,6 +298,7 @@ def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_l
 
 
 @pytest.mark.timed
+@pytest.mark.extended
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_first_request_with_a_secret_of_vault_costs_at_most_30_ms_more_than_a_sealed_one(
     setup: Setup, runtime: str, record_property: Any

@@ -28,7 +28,7 @@ from runtimes.process.freezer import Freeze, Freezer
 from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet, received_field
 from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 SECONDS = 4.0
 """How long a sandbox is observed while it is paused: longer than a round of the watch."""

@@ -19,7 +19,7 @@ from lifecycle.posture.attempts import ATTEMPTS
 from testbed.census import command_lines
 from testbed.ungate import Ungated
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 RUNTIMES = ("runc", "runsc")
 MARK = "sallyport-probe-"
