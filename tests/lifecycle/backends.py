@@ -29,6 +29,8 @@ ON_BOTH = frozenset(
     }
 )
 """The test modules whose servers run on each of them."""
+EXTENDED = frozenset({"test_faults_at_each_step"})
+"""Modules of these that run on PostgreSQL with --all only. `test_postgresql.py` has faults at each step in each run."""
 
 
 def described(dsn: str, *, connect: int = 5, statement: int = 5) -> DatabaseConfig:
@@ -94,5 +96,8 @@ def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of `ON_BOTH` once for each database."""
-    if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH and "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", BACKENDS, indirect=True)
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if module in ON_BOTH and "backend" in metafunc.fixturenames:
+        first, second = BACKENDS
+        marks = [pytest.mark.extended] if module in EXTENDED else []
+        metafunc.parametrize("backend", [first, pytest.param(second, marks=marks)], indirect=True)

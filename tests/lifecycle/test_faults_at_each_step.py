@@ -207,7 +207,7 @@ async def test_a_creation_is_whole_or_did_not_happen(mode: str, place: Place) ->
         if mode == "killed-after" and injection.seen[-1] == "registry.update":
             assert len(untold) <= 1  # it was made, and the answer was lost with the server: the list shows it
         else:
-            found += [f"{said}: nobody was told of {name}" for name in untold]
+            found += [f"{said}: no caller knows {name}" for name in untold]
         for name in await place.rows():
             assert 204 == (await place.http("DELETE", f"/{name}")).status_code
         assert [] == await wrong(place)
