@@ -11,8 +11,8 @@ from tests.vault.vault_server import Authority
 
 
 @contextmanager
-def https(authority: Authority, answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]:
-    """Serve HTTPS on loopback; return the port."""
+def https(authority: Authority, answer: Callable[[BaseHTTPRequestHandler], None], port: int = 0) -> Iterator[int]:
+    """Serve HTTPS on loopback; return the port, a free one if none is given."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -28,7 +28,7 @@ def https(authority: Authority, answer: Callable[[BaseHTTPRequestHandler], None]
     certificate, key = authority.issue()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         server.daemon_threads = True
         server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

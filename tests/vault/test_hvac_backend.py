@@ -12,12 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import requests
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
@@ -359,6 +361,79 @@ async def test_the_first_release_of_a_kv_secret_costs_at_most_30_ms_more_than_a_
     await worker.close()
 
 
+@pytest.mark.system
+def test_a_standby_node_forwards_and_its_redirect_takes_no_token_elsewhere(tmp_path: Path) -> None:
+    """Two nodes with raft. The active one announces the address of a server that has a certificate of its authority.
+
+    The standby node redirects there if a client forbids it to forward, and if the active node does not answer.
+    """
+    redirected: list[str] = []
+
+    def note(handler: BaseHTTPRequestHandler) -> None:
+        redirected.append(handler.path)
+        send(handler, 200, b"{}")
+
+    places = [tmp_path / name for name in ("elsewhere", "active", "standby")]
+    for place in places:
+        place.mkdir()
+    port = free_port()
+    active = VaultServer(places[1], announced=f"https://127.0.0.1:{port}")
+    with https(active.authority, note, port), ExitStack() as running:
+        running.callback(active.kill)
+        active.start()
+        active.mount_kv(2)
+        active.ask("POST", "kv/data/agents/api", data={"token": CANARY})
+        standby = VaultServer(places[2], active)
+        running.callback(standby.kill)
+        standby.start()
+        opened = VaultSession(HashicorpServer(standby.address, str(active.authority.path), "", Auth.TOKEN, "", "", ()))
+        running.callback(opened.close)
+        assert CANARY == opened.request("get", "kv/data/agents/api", active.root).data["data"]["token"]
+        opened._session.headers["X-Vault-No-Request-Forwarding"] = "true"
+        assert_standby(opened, active.root)
+        del opened._session.headers["X-Vault-No-Request-Forwarding"]
+        active.kill()
+        assert_standby(opened, active.root)
+        assert [] == redirected
+        followed = requests.get(  # the control
+            f"{standby.address}/v1/kv/data/agents/api",
+            headers={"X-Vault-Token": active.root},
+            verify=active.authority.path,
+            timeout=10,
+        )
+        assert (200, ["/v1/kv/data/agents/api"]) == (followed.status_code, redirected)
+
+
+def assert_standby(opened: VaultSession, token: str) -> None:
+    """The answer is known as that of a standby node."""
+    with pytest.raises(NoValueError) as caught:
+        opened.request("get", "kv/data/agents/api", token)
+    assert Fault.STANDBY == caught.value.fault
+    assert "look at the active node" in caught.value.reason
+
+
+class GivenTokenWorld(VaultWorld):
+    """The login with a token of the operator, which ends."""
+
+    def log_in(self) -> HashicorpServer:
+        self.server.app_role()
+        self.credential.write_text(self.server.token("sallyport", ttl="2s", explicit_max_ttl="2s"))
+        return self.settings(Auth.TOKEN, "")
+
+
+@pytest.mark.system
+@of(GivenTokenWorld)
+async def test_an_expired_token_of_the_operator_has_its_reason_and_can_be_replaced(world: VaultWorld) -> None:
+    await asyncio.sleep(2.5)
+    worker = await world.opened(world.reference)
+    code, reason = await refusal(worker, world.reference)
+    assert (wire.Code.BACKEND, True) == (code, "put a new one into credential_file" in reason)
+    world.credential.write_text(world.server.token("sallyport"))
+    world.offset += 1.5  # the pause after a failure
+    assert Secret(CANARY) == (await ask(worker, world.reference)).value
+    await worker.close()
+
+
 # Secrets with a lease
 
 
@@ -554,6 +629,7 @@ def _dribble(handler: BaseHTTPRequestHandler) -> None:
 MISBEHAVING = {
     "redirect": (answers(307, b"", ("location", "https://127.0.0.1:1/v1/x")), Fault.STANDBY),
     "standby": (answers(473), Fault.STANDBY),
+    "standby without an active node": (answers(474), Fault.STANDBY),
     "not initialised": (answers(501), Fault.SEALED),
     "sealed": (answers(503, b'{"errors": ["Vault is sealed"]}'), Fault.SEALED),
     "overloaded": (answers(503), Fault.FAILED),

@@ -93,27 +93,36 @@ class Authority:
 
 
 class VaultServer:
-    """One server, initialised and unsealed."""
+    """One server, initialised and unsealed; with `active` a second node of its cluster, which is a standby node.
 
-    def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
+    `announced` is the address to which standby nodes redirect clients; without it the server's own.
+    """
+
+    def __init__(self, directory: Path, active: "VaultServer | None" = None, announced: str = "") -> None:
         program = os.environ.get("SALLYPORT_VAULT", "")
         if not os.access(program, os.X_OK):
             pytest.fail("SALLYPORT_VAULT names no program: ./run test builds it", pytrace=False)
         self._program = Path(program)
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
-        self.address = f"https://{address}:{self.port}"
-        self.authority = Authority(directory, "vault-authority")
-        self.root = ""
-        self._key = ""
+        self._active = active
+        self.port, cluster = free_port(), f"127.0.0.1:{free_port()}"
+        self.address = f"https://127.0.0.1:{self.port}"
+        self.authority = Authority(directory, "vault-authority") if active is None else active.authority
+        self.root = "" if active is None else active.root
+        self._key = "" if active is None else active._key
         certificate, key = self.authority.issue()
-        listener = {"address": f"{address}:{self.port}", "tls_cert_file": str(certificate), "tls_key_file": str(key)}
+        listener = {"address": f"127.0.0.1:{self.port}", "cluster_address": cluster}
+        listener |= {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
+        raft: dict[str, Any] = {"path": str(directory / "data"), "node_id": "one" if active is None else "two"}
+        if active is not None:
+            roots = str(self.authority.path)
+            raft["retry_join"] = [{"leader_api_addr": active.address, "leader_ca_cert_file": roots}]
         configuration = {
-            "storage": {"raft": {"path": str(directory / "data"), "node_id": "one"}},
+            "storage": {"raft": raft},
             "listener": [{"tcp": listener}],
-            "api_addr": self.address,
-            "cluster_addr": f"https://{address}:{free_port()}",
+            "api_addr": announced or self.address,
+            "cluster_addr": f"https://{cluster}",
             "disable_mlock": True,
             "plugin_directory": str(self._program.parent),
         }
@@ -136,17 +145,18 @@ class VaultServer:
                 assert self._process.poll() is None, (self._directory / "vault.log").read_text()[-2000:]
                 assert time.monotonic() < deadline, "Vault does not start"
                 time.sleep(0.1)
-        if not state["initialized"]:
+        if not state["initialized"] and self._active is None:
             made = self.ask("PUT", "sys/init", secret_shares=1, secret_threshold=1)
             self._key, self.root = made["keys"][0], made["root_token"]
         self.unseal()
 
     def unseal(self) -> None:
-        """Unseal the server and wait until it is in use."""
-        self.ask("PUT", "sys/unseal", key=self._key)
+        """Unseal the server and wait until it is in use, or ready as a standby node."""
         deadline = time.monotonic() + _READY_SECONDS
-        while self.status("GET", "sys/health") != 200:
+        while (status := self.status("GET", "sys/health")) != (200 if self._active is None else 429):
             assert time.monotonic() < deadline, "Vault is not unsealed"
+            if status in (501, 503):
+                self._request("PUT", "sys/unseal", {"key": self._key})
             time.sleep(0.05)
 
     def seal(self) -> None:

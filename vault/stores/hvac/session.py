@@ -26,7 +26,7 @@ from wire.api.fetcher import Fault
 MOST_SECONDS: Final = 6.0
 CONNECTIONS: Final = 8
 _TIMES: Final = (2.0, 5.0)
-_STANDBY: Final = frozenset({301, 302, 307, 308, 472, 473})
+_STANDBY: Final = frozenset({301, 302, 307, 308, 472, 473, 474})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def _check(answer: VaultAnswer) -> None:
         raise NoValueError(Fault.SEALED, "Vault is sealed: unseal it (`vault operator unseal`)")
     if answer.status in _STANDBY:
         raise NoValueError(
-            Fault.STANDBY, "Vault's answer is from a standby node that forwards nothing: set the active node's address"
+            Fault.STANDBY,
+            "Vault's answer is from a standby node that cannot forward: look at the active node, or set its address",
         )
     if answer.status == 429:
         raise NoValueError(Fault.BUSY, "Vault has a rate limit for Sallyport: raise its quota")
