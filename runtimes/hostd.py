@@ -54,7 +54,7 @@ from runtimes.process.finish import together
 from runtimes.process.freezer import Freezer
 from runtimes.process.owned_files import OwnedFiles
 from runtimes.process.supervisor import NotReady
-from runtimes.process.watchdog import BEAT_SECONDS, READY_FD
+from runtimes.process.watchdog import BEAT_SECONDS, READY_FD, dump_nothing
 from runtimes.records import RecordStore
 from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
@@ -601,6 +601,7 @@ def main(arguments: list[str]) -> int:
     if os.geteuid() != 0:
         _log.error("hostd must be started by root")
         return 77
+    dump_nothing()
     os.umask(0o077)
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _HEAPS)

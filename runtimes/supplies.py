@@ -5,6 +5,8 @@
 - The kernel resolves the name of a file below its directory (openat2, RESOLVE_BENEATH). A link that stays below is
   followed, because Kubernetes' mounts have such links; one that leaves is refused.
 - hostd passes a descriptor of a regular file that is open for reading. It does not read a file.
+- The variables are taken out of hostd's environment: Docker, gVisor and all other programs that hostd starts would
+  inherit them.
 """
 
 import ctypes
@@ -28,10 +30,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Supplies:
-    """Answers the fetcher's requests."""
+    """Answers the fetcher's requests.
+
+    Attributes:
+        variables: those of this process's environment that the settings name. The environment has them no more.
+    """
 
     def __init__(self, config: SuppliesConfig) -> None:
         self._config = config
+        taken = {name: os.environb.pop(name.encode("ascii"), None) for name in config.environment}
+        self.variables = {name: value for name, value in taken.items() if value is not None}
 
     async def answer(self, client: wire.Client, request: Open, fds: list[int]) -> None:
         """Open what is requested and pass its descriptor with the request's ticket.
@@ -64,11 +72,11 @@ class Supplies:
     def _variable(self, name: str) -> int:
         if name not in self._config.environment:
             raise wire.RequestError(wire.Code.PATH_FORBIDDEN, "the settings do not name this variable")
-        if name not in os.environ:
+        if name not in self.variables:
             raise FileNotFoundError
         fd = os.memfd_create("variable", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(os.environb[name.encode("ascii")])
+            file.write(self.variables[name])
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
 

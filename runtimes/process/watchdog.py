@@ -13,6 +13,7 @@
 - Before each hostd, and after the last, it ends the workers of the former one. They have a second to write their last
   records, which is enough for every correct worker; then they are killed. (They can send nothing meanwhile: `guard`.)
 - Orphaned descendants become its children, and it reaps them: no dead process remains in a group or namespace.
+- It dumps no core, and neither does hostd: their environment can have secrets that a policy names (`supplies`).
 
 It is small, so that there is little that can fail. The next hostd ends processes that the watchdog could not end.
 """
@@ -32,7 +33,7 @@ from runtimes.process.liveness import CPU_SECONDS, IDLE_SECONDS, Liveness, obser
 from runtimes.process.predecessor import lock
 
 READY_FD = "SALLYPORT_HOSTD_READY_FD"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _BACKOFF = (0.0, 0.2, 0.5, 1.0)
 _CALM_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
@@ -72,6 +73,7 @@ class Watchdog:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        dump_nothing()
         attempt = 0
         self._end_workers()
         while True:
@@ -149,6 +151,11 @@ class Watchdog:
         while (left := deadline - time.monotonic()) > 0 and not self._stopping:
             received = signal.sigtimedwait(_AWAITED, left)
             self._stopping = received is not None and received.si_signo in _ENDING
+
+
+def dump_nothing() -> None:
+    """Have the kernel write no core of this process, whatever its limits and the pattern for cores are."""
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def outrank(pid: int) -> None:

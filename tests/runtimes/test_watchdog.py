@@ -222,3 +222,17 @@ def test_a_hostd_that_beats_or_is_not_ready_yet_is_left_alone(keep: Callable[...
         for one in (beating, hanging):
             one.process.kill()
             one.process.wait()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_process_that_can_hold_secrets_dumps_no_core(hidden: bool, tmp_path: Path) -> None:
+    """The control is the same process without the call."""
+    call = "from runtimes.process.watchdog import dump_nothing; dump_nothing(); " if hidden else ""
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2); "
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{limit}{call}import os; os.abort()"], cwd=tmp_path, env=environment
+    )
+    _, status = os.waitpid(process.pid, 0)
+    process.returncode = 0  # it is reaped
+    assert (signal.SIGABRT, not hidden) == (os.WTERMSIG(status), os.WCOREDUMP(status))

@@ -132,7 +132,8 @@ class BackendWorld(World):
 
     async def start(self) -> None:
         near, far = socket.socketpair()
-        self._host = wire.Client(near, handler(fetcher.REPORTS, Supplies(self.supplies).answer), takes=wire.NARROW)
+        self.hostd = Supplies(self.supplies)
+        self._host = wire.Client(near, handler(fetcher.REPORTS, self.hostd.answer), takes=wire.NARROW)
         self._host.start()
         supplier = HostSupplier()
         self._control = await connect(far, supplier)
@@ -179,7 +180,7 @@ class BackendWorld(World):
 
 
 class EnvironmentWorld(BackendWorld):
-    """`env://`: a variable of hostd's environment, which is this process's here."""
+    """`env://`: a variable that hostd took out of its environment. A real one has other values only after a restart."""
 
     reference, absent = "env://SALLYPORT_TEST_TOKEN", "env://SALLYPORT_TEST_ABSENT"
 
@@ -190,14 +191,10 @@ class EnvironmentWorld(BackendWorld):
         self.config = FetcherConfig(os.geteuid(), REFRESH, 2, 0)
 
     async def store(self, value: str) -> None:
-        os.environ["SALLYPORT_TEST_TOKEN"] = value
+        self.hostd.variables["SALLYPORT_TEST_TOKEN"] = value.encode()
 
     async def remove(self) -> None:
-        os.environ.pop("SALLYPORT_TEST_TOKEN", None)
-
-    async def stop(self) -> None:
-        await super().stop()
-        await self.remove()
+        self.hostd.variables.pop("SALLYPORT_TEST_TOKEN", None)
 
 
 class FileWorld(BackendWorld):
@@ -299,7 +296,7 @@ class TokenWorld(BackendWorld):
     async def stop(self) -> None:
         await super().stop()
         self._serving.__exit__(None, None, None)
-        del os.environ["SALLYPORT_TEST_CLIENT"]
+        os.environ.pop("SALLYPORT_TEST_CLIENT", None)
 
 
 class VaultWorld(BackendWorld):

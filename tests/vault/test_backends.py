@@ -5,12 +5,16 @@ A worker's channel is the far end. Each case has its control: the value is relea
 
 import asyncio
 import logging
+import os
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 import wire
+from runtimes.spec import SuppliesConfig
+from runtimes.supplies import Supplies
 from tests.client_certificates import authority
 from tests.vault.backends import (
     HOST,
@@ -310,10 +314,6 @@ async def test_a_link_out_of_the_directory_is_refused(short_path: Path, link: st
 )
 async def test_hostd_opens_only_what_the_settings_permit(short_path: Path, material: Material, name: str) -> None:
     """Also for a fetcher that has been taken over."""
-    import os
-
-    from runtimes.supplies import Supplies
-
     world = FileWorld(short_path)
     (short_path / "outside").write_text(FIRST)
     os.mkfifo(world.mount / "fifo")
@@ -321,3 +321,14 @@ async def test_hostd_opens_only_what_the_settings_permit(short_path: Path, mater
     with pytest.raises(wire.RequestError) as caught:
         Supplies(world.supplies).open(material, name)
     assert wire.Code.PATH_FORBIDDEN == caught.value.code
+
+
+def test_programs_that_hostd_starts_do_not_inherit_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is a variable that the settings do not name."""
+    for name in ("CANARY_NAMED", "CANARY_OTHER"):
+        monkeypatch.setenv(name, FIRST)
+    supplies = Supplies(SuppliesConfig(environment=["CANARY_NAMED"], directories=[], credential=None))
+    inherited = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert ("CANARY_OTHER" in inherited, "CANARY_NAMED" in inherited) == (True, False)
+    with open(supplies.open(Material.ENVIRONMENT, "CANARY_NAMED")) as file:
+        assert FIRST == file.read()
