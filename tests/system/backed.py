@@ -30,7 +30,7 @@ from testbed.stack import Stack
 from tests.client_certificates import Issued, authority, key_pem
 from tests.postgresql import Cluster, running
 from tests.stacks import beside
-from tests.system.echo_server import Echo, echoing
+from tests.system.mirror_server import Mirror, mirroring
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority, VaultServer
 from vault.client import AdminClient
@@ -189,7 +189,7 @@ class Setup:
     value: str
     file: Path
     database: Cluster
-    echo: Echo
+    mirror: Mirror
     canaries: Canaries = field(repr=False)
 
     def arrived(self, mark: str) -> list[dict[str, Any]]:
@@ -291,9 +291,9 @@ allowed = ["kv/agents/*", "database/creds/agents-*"]
         netns = internet.path(internet.net)
         database = servers.enter_context(_database(stack, server, canaries))
         certificate = internet.directory / f"{REGISTRY}.pem"
-        echo = servers.enter_context(echoing(netns, REGISTRY_ADDRESS, certificate, canaries.root.pem))
+        mirror = servers.enter_context(mirroring(netns, REGISTRY_ADDRESS, certificate, canaries.root.pem))
         asyncio.run(seal(stack, value, canaries))
-        yield Setup(stack, server, value, file, database, echo, canaries)
+        yield Setup(stack, server, value, file, database, mirror, canaries)
 
 
 async def seal(stack: Stack, value: str, canaries: Canaries) -> None:

@@ -77,8 +77,8 @@ def _run(setup: Setup) -> Iterator[Run]:
     run = Run(setup, f"planted-{secrets.token_hex(12)}", secrets.token_hex(6))
     search, values = run.canaries.search, run.canaries.values
     search.add_forms(PLANTED, text_forms(run.planted))
-    setup.echo.told["aws"] = values["aws"] + "\n" + derived(values["aws"]).hex()
-    setup.echo.told["hmac"] = values["hmac"]
+    setup.mirror.told["aws"] = values["aws"] + "\n" + derived(values["aws"]).hex()
+    setup.mirror.told["hmac"] = values["hmac"]
     search.add_forms("aws", bytes_forms(derived(values["aws"])))
     search.add_forms("ledger", ledger_keys(setup))
     client = Path(canary_client.__file__).read_text()
@@ -100,7 +100,7 @@ def _run(setup: Setup) -> Iterator[Run]:
             run.results[runtime] = json.loads(done.text)
             dynamic = login_of(setup, f"/dynamic/{run.mark}-{runtime}")
             search.add_forms(f"dynamic {runtime}", text_forms(dynamic.partition(":")[2]))
-        token = setup.echo.of("/jwt/", run.mark)[0].value("authorization").removeprefix("Bearer ")
+        token = setup.mirror.of("/jwt/", run.mark)[0].value("authorization").removeprefix("Bearer ")
         search.add_forms("jwt token", text_forms(token.rpartition(".")[2][:40]))
         yield run
 
@@ -133,7 +133,7 @@ def text_forms(text: str) -> list[bytes]:
 
 def login_of(setup: Setup, path: str) -> str:
     """Return the Basic login that the server received at a path."""
-    shown = setup.echo.of(path)[0].value("authorization").removeprefix("Basic ")
+    shown = setup.mirror.of(path)[0].value("authorization").removeprefix("Basic ")
     return base64.b64decode(shown).decode()
 
 
@@ -144,7 +144,7 @@ def test_the_far_end_receives_each_credential(run: Run, runtime: str) -> None:
     assert {**dict.fromkeys(canary_client.KINDS, ["200"] * 2), "ledger": [USER]} == run.results[runtime]
 
     def got(kind: str) -> Any:
-        return setup.echo.of(f"/{kind}/{run.mark}-{runtime}-")[0]
+        return setup.mirror.of(f"/{kind}/{run.mark}-{runtime}-")[0]
 
     for kind in KINDS:
         name = {"oauth": "oauth token", "app": "app token"}.get(kind, kind)
@@ -166,7 +166,7 @@ def test_the_far_end_receives_each_credential(run: Run, runtime: str) -> None:
     expected = hmac.new(canaries.values["hmac"].encode(), text, "sha256").hexdigest()
     assert expected == got("hmac").value("x-signature")
     assert canaries.certificate.certificate.serial_number == got("certificate").serial
-    assert {None} == {one.serial for one in setup.echo.of("/bearer/")}
+    assert {None} == {one.serial for one in setup.mirror.of("/bearer/")}
     users = [row[0] for row in setup.database.ask("SELECT rolname FROM pg_roles WHERE rolname LIKE 'v-%'")]
     assert login_of(setup, f"/dynamic/{run.mark}-{runtime}-").partition(":")[0] in users
 

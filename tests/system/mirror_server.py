@@ -38,7 +38,7 @@ class Received:
 
 
 @dataclass
-class Echo:
+class Mirror:
     """What the server has received, and for each first segment of a path what it returns besides."""
 
     received: list[Received] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Echo:
 
 
 @contextlib.contextmanager
-def echoing(netns: str, address: str, certificate: Path, client_roots: str) -> Iterator[Echo]:
+def mirroring(netns: str, address: str, certificate: Path, client_roots: str) -> Iterator[Mirror]:
     """Run the server on port 443 of an address in a namespace. It accepts certificates of these roots (PEM)."""
-    echo = Echo()
+    mirror = Mirror()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     context.verify_mode = ssl.CERT_OPTIONAL
@@ -84,8 +84,8 @@ def echoing(netns: str, address: str, certificate: Path, client_roots: str) -> I
             shown = self.connection.getpeercert(binary_form=True)
             serial = x509.load_der_x509_certificate(shown).serial_number if shown else None
             request = Received(self.command, self.path, tuple(self.headers.items()), body, serial)
-            echo.received.append(request)
-            answer = echo.returned(request)
+            mirror.received.append(request)
+            answer = mirror.returned(request)
             self.send_response(200)
             if "gzip" in self.path:
                 answer = gzip.compress(answer)
@@ -112,7 +112,7 @@ def echoing(netns: str, address: str, certificate: Path, client_roots: str) -> I
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield echo
+            yield mirror
         finally:
             server.shutdown()
             thread.join()
