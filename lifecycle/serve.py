@@ -25,6 +25,7 @@ from lifecycle.egress.policies import Policies
 from lifecycle.lasting import route_key, token_key
 from lifecycle.sandboxes.registry import RegistryError, SchemaError
 from policy.load import PolicyError
+from runtimes.process.watchdog import dump_nothing
 from wire.errors import ConfigError
 
 EXIT_CONFIG = 78
@@ -94,6 +95,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         _log.error("usage: python -m lifecycle.serve CONFIG.json")
         return EXIT_CONFIG
+    dump_nothing()  # values of credential vaults pass through it
     try:
         config = ServeConfig.read(Path(arguments[0]))
         logging.getLogger().setLevel(config.log_level)

@@ -154,7 +154,10 @@ class Watchdog:
 
 
 def dump_nothing() -> None:
-    """Have the kernel write no core of this process, whatever its limits and the pattern for cores are."""
+    """Have the kernel write no core of this process, whatever its limits and the pattern for cores are.
+
+    Other processes of its user cannot read its memory.
+    """
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 

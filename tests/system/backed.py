@@ -67,6 +67,7 @@ _EVERY_KIND = f"""
       - {{id: status, host: {STATUS}, inspect: true}}
   every-kind:
     rules:
+      - {{id: inline, host: {REGISTRY}, paths: ["/inline/*"]}}
       - {{id: bearer, host: {REGISTRY}, paths: ["/bearer/*"], inject: {{secret: c-bearer, as: bearer}}}}
       - {{id: basic, host: {REGISTRY}, paths: ["/basic/*"], inject: {{secret: c-basic, as: basic}}}}
       - {{id: header, host: {REGISTRY}, paths: ["/header/*"],
@@ -148,14 +149,14 @@ class Canaries:
     CREDENTIALS = frozenset({"oauth secret", "jwt key", "app key", "secret id", "token of Vault"})
     """What only the fetcher uses: it obtains other secrets with them."""
     OF_VARIABLES = frozenset({"header", "oauth secret"})
-    SEALED = frozenset({"bearer", "basic", "placed", "aws", "hmac", "certificate key", "ledger"})
+    SEALED = frozenset({"bearer", "basic", "placed", "aws", "hmac", "certificate key", "ledger", "inline"})
 
     def __init__(self) -> None:
         # Characters that encodings change; each place of a request permits them.
         self.beginning = f"canary+{secrets.token_hex(8)}={secrets.token_hex(6)}"
         marked = (
             *("bearer", "basic", "header", "query", "cookie", "placed", "variable", "netrc", "kv"),
-            *("aws", "hmac", "ledger", "oauth secret", "oauth token", "app token", "secret id"),
+            *("aws", "hmac", "ledger", "inline", "oauth secret", "oauth token", "app token", "secret id"),
         )
         self.values = {name: f"{self.beginning}-{secrets.token_hex(8)}" for name in marked}
         self.jwt_key = ec.generate_private_key(ec.SECP256R1())

@@ -24,7 +24,7 @@ OPTIONS = {
 }
 KINDS = (
     *("bearer", "basic", "header", "query", "cookie", "placed", "variable", "netrc", "kv", "dynamic"),
-    *("oauth", "jwt", "app", "aws", "hmac", "certificate"),
+    *("oauth", "jwt", "app", "aws", "hmac", "certificate", "inline"),
 )
 
 

@@ -27,6 +27,7 @@ import httpx
 import jwt
 import pytest
 from opensandbox.models.execd import RunCommandOpts
+from opensandbox.models.sandboxes import CredentialProxyConfig
 from opensandbox.sync.sandbox import SandboxSync
 
 from testbed import collect
@@ -43,7 +44,7 @@ from tests.system.test_snapshots import closing_manager, ready, removed, restore
 pytestmark = pytest.mark.system
 
 PLANTED = "planted"
-KINDS = ("bearer", "header", "query", "cookie", "placed", "variable", "kv", "oauth", "app")
+KINDS = ("bearer", "header", "query", "cookie", "placed", "variable", "kv", "oauth", "app", "inline")
 """The kinds whose value the server receives as it is."""
 
 
@@ -85,7 +86,8 @@ def _run(setup: Setup) -> Iterator[Run]:
     with ExitStack() as made:
         for runtime in (*RUNTIMES, "other"):
             kind, policy = ("runc", "other") if runtime == "other" else (runtime, "every-kind")
-            options = {"metadata": {"note": run.planted}, "env": {"PLANTED": run.planted}}
+            options: dict[str, Any] = {"metadata": {"note": run.planted}, "env": {"PLANTED": run.planted}}
+            options["credential_proxy"] = CredentialProxyConfig(enabled=True)
             sandbox = made.enter_context(sandbox_of(setup.stack, kind, policy, **options))
             run.sandboxes[runtime] = sandbox
             sandbox.files.write_file("/root/planted", run.planted)
@@ -94,6 +96,16 @@ def _run(setup: Setup) -> Iterator[Run]:
             if runtime == "other":
                 continue
             sandbox.files.write_file("/root/client.py", client)
+            sandbox.credential_vault.create(
+                credentials=[{"name": "own", "source": {"type": "inline", "value": values["inline"]}}],
+                bindings=[
+                    {
+                        "name": "own",
+                        "match": {"hosts": [REGISTRY], "paths": ["/inline/*"]},
+                        "auth": {"type": "bearer", "credential": "own"},
+                    }
+                ],
+            )
             mark = f"{run.mark}-{runtime}-{run.planted}"
             done = sandbox.commands.run(f"python3 /root/client.py {REGISTRY} {DATABASE} {mark} /root/out")
             assert done.exit_code == 0, done
@@ -331,6 +343,7 @@ def allowed(names: frozenset[str]) -> dict[str, frozenset[str]]:
     return {
         "watchdog": Canaries.OF_VARIABLES,  # the server's environment, which it gives to each hostd
         "hostd": Canaries.OF_VARIABLES,
+        "serve": frozenset({"inline"}),  # it relays the call that has the value
         "fetcher": every - Canaries.SEALED,
         "vaultd": released,
         **{worker: (released - both) | own for worker, own in dynamic.items()},
@@ -341,7 +354,7 @@ NAMES = frozenset(
     {
         *("bearer", "basic", "header", "query", "cookie", "placed", "variable", "netrc", "kv", "aws", "hmac", "ledger"),
         *("oauth secret", "oauth token", "app token", "jwt token", "jwt key", "app key", "certificate key"),
-        *("secret id", "token of Vault", "dynamic runsc", "dynamic runc"),
+        *("inline", "secret id", "token of Vault", "dynamic runsc", "dynamic runc"),
     }
 )
 
@@ -362,7 +375,7 @@ def test_no_process_that_may_hold_a_secret_can_dump_a_core(run: Run) -> None:
     }
     for pid in mine.values():
         assert (True, 0) == (owner(pid) > 0, Path(f"/proc/{pid}/mem").stat().st_uid)
-    assert len(mine) == 4
+    assert len(mine) == 5
     auditd = processes["auditd"]
     assert owner(auditd) == Path(f"/proc/{auditd}/mem").stat().st_uid > 0
 
