@@ -27,7 +27,7 @@ import httpx
 import jwt
 import pytest
 from opensandbox.models.execd import RunCommandOpts
-from opensandbox.models.sandboxes import CredentialProxyConfig
+from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, NetworkRule
 from opensandbox.sync.sandbox import SandboxSync
 
 from testbed import collect
@@ -87,7 +87,10 @@ def _run(setup: Setup) -> Iterator[Run]:
         for runtime in (*RUNTIMES, "other"):
             kind, policy = ("runc", "other") if runtime == "other" else (runtime, "every-kind")
             options: dict[str, Any] = {"metadata": {"note": run.planted}, "env": {"PLANTED": run.planted}}
-            options["credential_proxy"] = CredentialProxyConfig(enabled=True)
+            if runtime != "other":
+                allowed_hosts = [NetworkRule(action="allow", target=host) for host in (REGISTRY, DATABASE)]
+                options["network_policy"] = NetworkPolicy(default_action="deny", egress=allowed_hosts)
+                options["credential_proxy"] = CredentialProxyConfig(enabled=True)
             sandbox = made.enter_context(sandbox_of(setup.stack, kind, policy, **options))
             run.sandboxes[runtime] = sandbox
             sandbox.files.write_file("/root/planted", run.planted)
