@@ -30,7 +30,7 @@ from testbed.stack import Stack
 from tests.client_certificates import Issued, authority, key_pem
 from tests.postgresql import Cluster, running
 from tests.stacks import beside
-from tests.system.mirror_server import Mirror, mirroring
+from tests.system.backends.mirror_server import Mirror, mirroring
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority, VaultServer
 from vault.client import AdminClient
@@ -222,9 +222,6 @@ def backed() -> Iterator[Setup]:
         for path, content in files.items():
             path.write_text(content + "\n")
             path.chmod(0o444 if path.parent == place else 0o400)
-        patch.setenv(VARIABLE, value)
-        patch.setenv("CANARY_HEADER", canaries.values["header"])
-        patch.setenv("CANARY_OAUTH", canaries.values["oauth secret"])
         issuer = place / "issuer"
         issuer.mkdir()
         tokens = Authority(issuer, "issuer")
@@ -286,7 +283,10 @@ credential_file = "{credential}"
 allowed = ["kv/agents/*", "database/creds/agents-*"]
 """,
         )
-        with cores_permitted():
+        with cores_permitted(), pytest.MonkeyPatch.context() as environment:
+            environment.setenv(VARIABLE, value)
+            environment.setenv("CANARY_HEADER", canaries.values["header"])
+            environment.setenv("CANARY_OAUTH", canaries.values["oauth secret"])
             stack = servers.enter_context(beside(WithBackends, "backends", Secrets(git="a:b", index="a:b", api=value)))
         internet = stack.internet
         netns = internet.path(internet.net)

@@ -37,8 +37,8 @@ from testbed.leaks import forms_of
 from testbed.memory import data_of, memory_of
 from tests.conftest import RUNTIMES
 from tests.gateway.signing.aws_server import Keys, verify
-from tests.system import canary_client
-from tests.system.backed import USER, Canaries, Setup, sandbox_of
+from tests.system.backends import canary_client
+from tests.system.backends.world import USER, Canaries, Setup, sandbox_of
 from tests.system.test_snapshots import closing_manager, ready, removed, restore
 
 pytestmark = pytest.mark.system

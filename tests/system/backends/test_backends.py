@@ -18,7 +18,7 @@ from testbed.census import daemons
 from testbed.internet import API, STATUS
 from testbed.stack import Stack, StackError
 from tests.conftest import ONE_RUNTIME
-from tests.system.backed import FIRSTS, SOURCES, VARIABLE, Setup, asked, cores_permitted, sandbox_of
+from tests.system.backends.world import FIRSTS, SOURCES, VARIABLE, Setup, asked, cores_permitted, sandbox_of
 from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system

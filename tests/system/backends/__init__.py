@@ -1,0 +1,1 @@
+"""Secrets of backends in sandboxes of a whole server, which these modules share."""
