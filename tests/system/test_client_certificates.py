@@ -26,6 +26,7 @@ from testbed.internet import REGISTRY, REGISTRY_ADDRESS, Internet, in_namespace
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack, StackError
 from tests.client_certificates import DAY, Issued, Times, authority, key_pem
+from tests.conftest import ONE_RUNTIME
 from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
@@ -199,6 +200,7 @@ def key_forms(issued: Issued) -> list[bytes]:
     return [*lines, number, number.hex().encode(), base64.b64encode(number)[:40]]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_rotated_certificate_is_presented_at_once_and_an_expired_one_never(
     stack: Stack, partner: Partner, tmp_path: Path, runtime: str
 ) -> None:
