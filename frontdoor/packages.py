@@ -10,8 +10,8 @@ from frontdoor.steps import say, step
 
 PACKAGES = tuple(Path(__file__).with_name("packages.txt").read_text().split())
 POSTGRESQL = "postgresql-15"
-TEST_PACKAGES = ("gcc", "libc6-dev", POSTGRESQL, "redis-tools")
-"""The race detector of Go is a C library. Tests start a PostgreSQL and a Redis of their own."""
+TEST_PACKAGES = ("gcc", "libc6-dev", POSTGRESQL, "redis-tools", "softhsm2")
+"""The race detector of Go is a C library. Tests start a PostgreSQL and a Redis of their own; SoftHSM keeps keys."""
 REGISTRY = "docker-registry"
 """The tests' registry of images. `builds` only unpacks it: its installation would start it."""
 BENCH_PACKAGES = ("nghttp2-client", "wrk")

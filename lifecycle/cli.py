@@ -22,14 +22,14 @@ from pathlib import Path
 import audit.cli
 import policy.cli
 import vault.cli
-import vault.keyring
 from gateway.dns.names import over_bounds
 from gateway.translate import refusal_of_form
 from lifecycle import about, console, doctor, images, running, stored_secrets, volumes
-from lifecycle.config import launch, reference, settings
+from lifecycle.config import launch, master_key, reference, settings
 from lifecycle.config.settings import Settings, SettingsError
 from runtimes.process import api_listener
 from runtimes.process.bounded_log import ANCHORS_NAME
+from vault.keyring import MasterKeyError
 
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -121,12 +121,7 @@ def _run(options: argparse.Namespace) -> int:
         case "policy", "explain":
             return _explain(options)
         case "vault", _:
-            configured = _configured(options)
-            owner = launch.uids(configured)["vaultd"]
-            places = vault.cli.VaultPlaces(
-                configured.run_dir / "vault.sock", configured.master_key_file, (owner, owner)
-            )
-            return vault.cli.run(options, places)
+            return _vault(options)
         case "image", _:
             return images.run(options, _configured(options).run_dir / "hostd.sock")
         case "volume", _:
@@ -178,11 +173,11 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
             notes = configured.run_dir / "config"
             api_listener.hand_over(api_listener.obtain(configured.host, configured.port, notes))
         keys = launch.api_keys(configured)
-        _master_key(configured)
+        master_key.prepare(configured)
         host = launch.write_all(configured, keys)
         if not write_only:
             running.note(configured)
-    except OSError as error:
+    except (OSError, MasterKeyError) as error:
         print(f"sallyport: cannot run: {console.reason(error)}; run: sallyport doctor", file=sys.stderr)
         return FAILED
     if configured.insecure:
@@ -204,6 +199,24 @@ def _serve(configured: Settings, *, write_only: bool) -> int:
     return FAILED
 
 
+def _vault(options: argparse.Namespace) -> int:
+    configured = _configured(options)
+    if options.action == "rekey" and master_key.differs(configured, running.settings_of(configured)):
+        print(
+            "sallyport: the running server has other settings of the master key: start it again with these first",
+            file=sys.stderr,
+        )
+        return FAILED
+    owner = launch.uids(configured)["vaultd"]
+    socket, path = configured.run_dir / "vault.sock", configured.master_key_file
+    if options.action not in ("init", "rekey"):
+        return vault.cli.run(options, vault.cli.VaultPlaces(socket, path, (owner, owner)))
+    if options.action == "init":
+        master_key.make_directories(configured)
+    with master_key.wrapping_of(configured) as wrapping:
+        return vault.cli.run(options, vault.cli.VaultPlaces(socket, path, (owner, owner), wrapping))
+
+
 def _init_config(output: Path | None) -> int:
     if output is None:
         print(reference.toml(), end="")
@@ -218,16 +231,6 @@ def _init_config(output: Path | None) -> int:
         print(f"sallyport: {output}: {error.strerror}", file=sys.stderr)
         return FAILED
     return OK
-
-
-def _master_key(configured: Settings) -> None:
-    """Create the vault's master key at the first start."""
-    if configured.master_key_file.exists():
-        return
-    configured.master_key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    vaultd = launch.uids(configured)["vaultd"]
-    owner = (vaultd, vaultd) if os.geteuid() == 0 else None
-    vault.keyring.create(configured.master_key_file, owner)
 
 
 def _doctor(configured: Settings) -> int:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import wire
 from lifecycle import console
-from lifecycle.config import launch
+from lifecycle.config import launch, master_key
 from lifecycle.config.settings import Settings, SettingsError
 from policy.load import PolicyError, load
 from runtimes.process import api_listener
+from vault.keyring import MasterKeyError
 from wire import codec
 from wire.api.hostd import Check, Diagnosis, Doctor
 from wire.blocking import BlockingClient
@@ -44,6 +45,8 @@ def diagnose(settings: Settings) -> list[Check]:
     ]
     remedy = "start PostgreSQL, or correct the DSN"
     own.append(_attempt("database", remedy, lambda: _database(settings)))
+    remedy = "see docs/guides/keep-the-master-key-in-a-token.md"
+    own.append(_attempt("master key", remedy, lambda: master_key.state(settings)))
     if running is not None:
         return [Check("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"
@@ -91,7 +94,7 @@ def ask_process(settings: Settings) -> list[Check]:
 def _attempt(name: str, remedy: str, probe: Callable[[], str]) -> Check:
     try:
         return Check(name, True, probe())
-    except (SettingsError, PolicyError, OSError) as error:
+    except (SettingsError, PolicyError, MasterKeyError, OSError) as error:
         return Check(name, False, console.reason(error), remedy)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lifecycle.config import launch
+from lifecycle.config import launch, master_key
 from lifecycle.config.settings import Settings, SettingsError, parse
 from runtimes.process.predecessor import lock, start_time
 
@@ -38,7 +38,7 @@ def note(settings: Settings) -> None:
             "state_dir": str(settings.state_dir),
             "run_dir": str(settings.run_dir),
             "policy_file": str(settings.policy_file or ""),
-            "vault": {"master_key_file": str(settings.master_key_file)},
+            "vault": {"master_key_file": str(settings.master_key_file), **master_key.note(settings)},
             "uids": launch.uids(settings),
             "allowed_addresses": list(settings.get("sallyport.allowed_addresses")),
             "host_addresses": {host: list(found) for host, found in settings.get("sallyport.host_addresses").items()},

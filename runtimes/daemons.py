@@ -47,7 +47,7 @@ from runtimes.process.supervisor import (
 )
 from runtimes.references import ReferenceFollower
 from runtimes.spec import HostConfig, ProcessConfig
-from runtimes.supplies import Supplies
+from runtimes.supplies import Supplies, opened
 from wire.api import auditd, compiler, fetcher, vaultd
 from wire.api.zygote import REPORTS, Exited, Identify, Prepare
 from wire.frames import close_all
@@ -62,6 +62,8 @@ _END_SECONDS = 3.0
 _UP_SECONDS = 60.0
 _FORK_SECONDS = 5.0
 ADOPTABLE = ("auditd", "vaultd", "serve")
+_LOCKING = ("vaultd", "fetcher")
+"""They have secrets in their memory."""
 
 
 class Daemons:
@@ -222,6 +224,7 @@ class Daemons:
             expose=interpreter_paths(self._config.run_dir, self._config.state_dir),
             memory=getattr(self._config.memory, process.name),
             configuration=Path(process.config).read_bytes() + self._address(process.name),
+            locks=process.name in _LOCKING,
         )
         noted = partial(predecessor.note, self._run / "config", identity=program.identity)
         return Supervised(self._config.python, program, self._groups, prepare, ready, up, noted)
@@ -322,7 +325,7 @@ class Daemons:
             await self._supervised["vaultd"].kick()
 
     async def _vault_channel(self) -> InheritedDescriptors:
-        """Make vaultd's audit channel, and open the vault's head file, which only root can open.
+        """Make vaultd's audit channel, and open the files that only root can: the vault's head, and those of its key.
 
         The other end goes to auditd when auditd is ready, because both can start concurrently.
         """
@@ -332,7 +335,8 @@ class Daemons:
         self._attaching = asyncio.create_task(self._attach_vault(ours), name="vault-channel")
         head = os.open(self._vault_head, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         inherited = {"SALLYPORT_AUDIT_FD": theirs.detach(), "SALLYPORT_VAULT_HEAD_FD": head}
-        return InheritedDescriptors({**inherited, **self._bind("vaultd").fds})
+        files = opened(self._config.vault_files)
+        return InheritedDescriptors({**inherited, **files, **self._bind("vaultd").fds})
 
     async def _attach_vault(self, ours: socket.socket) -> None:
         with ours:  # closed in any case: without its other end the channel ends vaultd, which is then restarted

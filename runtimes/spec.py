@@ -277,6 +277,8 @@ class HostConfig(_Strict):
     volumes: VolumesConfig
     memory: DaemonMemory
     supplies: SuppliesConfig
+    vault_files: dict[Annotated[str, Field(pattern=r"^SALLYPORT_[A-Z0-9_]+_FD$")], str] = Field(default_factory=dict)
+    """Files that hostd opens for vaultd at each of its starts, by the variable that has the descriptor's number."""
 
     @property
     def programs(self) -> dict[Runtime, str]:
@@ -293,6 +295,7 @@ class HostConfig(_Strict):
         paths = [self.run_dir, self.state_dir, self.python, self.docker_socket, self.runsc, self.runc, self.execd]
         paths += [self.upstream_roots, self.registries.skopeo, *self.volumes.allowed_host_paths]
         paths += [*self.supplies.directories, *([] if self.supplies.credential is None else [self.supplies.credential])]
+        paths += self.vault_files.values()
         if any(not Path(path).is_absolute() for path in paths):
             raise ValueError("paths must be absolute")
         _ = self.resolvers, self.allowed, self.limits

@@ -1,5 +1,7 @@
 """Opens for the fetcher what its user cannot read: variables of hostd's environment, and files of the operator.
 
+It also opens the files that vaultd needs for the master key (`opened`).
+
 - Only what the settings name is opened: variables by name, files below listed directories, and the file with
   the credential for HashiCorp Vault.
 - The kernel resolves the name of a file below its directory (openat2, RESOLVE_BENEATH). A link that stays below is
@@ -11,10 +13,12 @@
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import stat
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 import wire
@@ -26,6 +30,7 @@ _BENEATH, _NO_MAGICLINKS = 0x08, 0x02
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
+_log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -96,6 +101,22 @@ class Supplies:
             finally:
                 os.close(top)
         raise FileNotFoundError
+
+
+def opened(files: Mapping[str, str]) -> dict[str, int]:
+    """Open those of the files that are there, for a daemon that cannot; the caller closes the descriptors.
+
+    A daemon without a file that it needs says so itself.
+    """
+    found: dict[str, int] = {}
+    for name, path in files.items():
+        try:
+            found[name] = _plain(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, wire.RequestError) as error:
+            _log.error("%s cannot be opened: %s", path, error)
+    return found
 
 
 def _plain(path: str | None) -> int:

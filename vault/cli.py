@@ -31,6 +31,8 @@ from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
 from vault.secret import MAX_SECRET_BYTES, Secret
 from vault.stores.port import SecretInfo, stored_problem
+from vault.wrapping.asking import Wrapping
+from vault.wrapping.sources import KeySource
 from wire.api.vaultd import Listed, Revoked
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
@@ -51,6 +53,8 @@ class VaultPlaces:
     socket: Path
     master_key_file: Path
     owner: tuple[int, int] | None = None
+    wrapping: Wrapping | None = None
+    """Makes wrapped keys; its descriptors go to vaultd with a change of the key. None: the key is plain."""
 
     @property
     def server(self) -> int:
@@ -84,7 +88,8 @@ def run(
     out, problems = stdout or sys.stdout, stderr or sys.stderr
     try:
         if options.action == "init":
-            create(places.master_key_file, places.owner)
+            _not_a_credential(places)
+            create(places.master_key_file, places.owner, places.wrapping)
             said = f"new master key in {places.master_key_file}; without a backup of it the vault is lost"
         else:
             value = _value(options, stdin or sys.stdin.buffer) if options.action in ("put", "rotate") else None
@@ -210,15 +215,22 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
                 )
             case "rekey":
                 following = next_file(places.master_key_file)
+                _not_a_credential(places)
                 if not os.path.lexists(following):
-                    create(following, places.owner)
-                await client.rekey()
+                    create(following, places.owner, places.wrapping)
+                credentials = {} if places.wrapping is None else places.wrapping.credentials
+                await client.rekey({source.value: fd for source, fd in credentials.items()})
                 replace(places.master_key_file)
                 return f"a new master key is in {places.master_key_file}; back it up, and destroy copies of the old one"
             case _:
                 return _listed(await client.listed(), options.json)
     finally:
         await client.close()
+
+
+def _not_a_credential(places: VaultPlaces) -> None:
+    if places.wrapping is not None and places.wrapping.source is KeySource.CREDENTIAL:
+        raise UsageError("systemd has the master key: see 'A new master key' in docs/operations.md")
 
 
 def _binding(options: argparse.Namespace) -> SecretBinding:

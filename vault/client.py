@@ -30,6 +30,7 @@ type OnRevoke = Callable[[frozenset[str] | None], Awaitable[None]]
 
 RELEASE_TIMEOUT = 10.0
 CHECK_TIMEOUT = 20.0
+REKEY_TIMEOUT = 60.0
 
 
 class VaultError(Exception):
@@ -240,9 +241,14 @@ class AdminClient(wire.Client):
         """Delete a secret and revoke its leases."""
         await self.ask(vaultd.Delete(name))
 
-    async def rekey(self) -> None:
-        """Have everything sealed with the successor of the master key; refused with `master_key`."""
-        await self.ask(vaultd.Rekey())
+    async def rekey(self, credentials: Mapping[str, int] | None = None) -> None:
+        """Have everything sealed with the successor of the master key; refused with `master_key`.
+
+        Args:
+            credentials: descriptors of PIN and credential, by the source of wrapped keys.
+        """
+        passed = credentials or {}
+        await self.ask(vaultd.Rekey(tuple(passed)), tuple(passed.values()), timeout=REKEY_TIMEOUT)
 
     async def open_sandbox(
         self,

@@ -4,14 +4,16 @@ Unknown keys are refused. The file has paths and uids, and no secret.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vault.fetching import FetcherPlace
+from vault.wrapping.sources import WrappingConfig
+from wire import codec
 from wire.errors import ConfigError
 
-_KEYS = frozenset({"directory", "uids", "master_key_file", "fetcher"})
+_KEYS = frozenset({"directory", "uids", "master_key_file", "wrapping", "fetcher"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class VaultConfig:
     directory: Path
     uids: frozenset[int]
     master_key_file: Path | None = None
+    wrapping: WrappingConfig = field(default_factory=WrappingConfig)
     fetcher: FetcherPlace | None = None
     """None: there is no backend beside the sealed store."""
 
@@ -59,9 +62,14 @@ class VaultConfig:
             wrong.append("fetcher")
         if wrong:
             raise ConfigError(f"{path}: no good {', '.join(wrong)}")
+        try:
+            wrapping = codec.decode(WrappingConfig, data["wrapping"]) if "wrapping" in data else WrappingConfig()
+        except ValueError as error:
+            raise ConfigError(f"{path}: wrapping: {error}") from None
         return cls(
             Path(data["directory"]),
             frozenset(uids),
             None if key is None else Path(key),
+            wrapping,
             None if fetcher is None else FetcherPlace(Path(fetcher["socket"]), fetcher["uid"]),
         )

@@ -27,7 +27,7 @@ from typing import Final
 import wire
 from policy.references import BackendKind, SecretReference
 from vault.fetcher_config import FetcherConfig
-from vault.hardening import harden
+from vault.hardening import NOT_LOCKED, harden
 from vault.stores.backend import Backend, NoValueError
 from vault.stores.command import CommandBackend
 from vault.stores.supplied import SuppliedBackend
@@ -201,7 +201,8 @@ def main(arguments: list[str]) -> int:
         _log.error("usage: python -m vault.fetcher CONFIG.json")
         return EXIT_CONFIG
     try:
-        harden()
+        if not harden():
+            _log.warning(NOT_LOCKED)
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))
         os.umask(0o077)
         config = FetcherConfig.read(Path(arguments[0]))

@@ -2,7 +2,8 @@
 
 - Not dumpable: no core, no ptrace or /proc/<pid>/mem by its own uid, `environ` readable by root only.
 - No core file, no new privileges.
-- Memory is locked if the limits allow it: best effort, and never so that a later allocation could fail.
+- Memory is locked if the limits allow it: best effort, and never so that a later allocation could fail. hostd raises
+  the limit where it may (`runtimes.process.enter`).
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import resource
 
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
+NOT_LOCKED = "memory is not locked: the limit on locked memory is too low (systemd: LimitMEMLOCK=infinity)"
 _MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4
 
 

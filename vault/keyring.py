@@ -1,8 +1,10 @@
 """The master key: its sources, and its creation.
 
-- The sources are a file (base64 of 32 bytes, mode 0600, owned by this process's user or root, no symlink, no second
-  name), a systemd credential, and the environment. Only the first configured source is used: an invalid file is an
-  error.
+- The sources are a file (mode 0600, owned by this process's user or root, no symlink, no second name), a systemd
+  credential, and the environment. Only the first configured source is used: an invalid file is an error.
+- Each of them has the base64 form of 32 bytes, or a wrapped key (`vault.wrapping`), which a token or Vault opens.
+- A successor is of the configured source only: a file that appears beside a wrapped key must not replace it by a plain
+  one.
 - `create` never overwrites: a new key would make every sealed record unreadable.
 - No message contains a byte of the key.
 
@@ -20,10 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vault.envelope import KEY_BYTES, subkey
+from vault.wrapping.sources import MOST_BYTES, WRAPPING, KeySource, WrappedKey, WrappingError, Wraps
 
 CREDENTIAL = "sallyport-master-key"
 ENVIRONMENT = "SALLYPORT_MASTER_KEY"
 NEXT_ENVIRONMENT = f"{ENVIRONMENT}_NEXT"
+KEY_FD = "SALLYPORT_MASTER_KEY_FD"
+NEXT_KEY_FD = "SALLYPORT_MASTER_KEY_NEXT_FD"
+"""The numbers of the descriptors of a credential, which hostd opens because only root can."""
 
 
 class MasterKeyError(Exception):
@@ -52,23 +58,41 @@ class Keyring:
         raise TypeError("a keyring is not pickled")
 
 
-def load(path: Path | None, environment: Mapping[str, str]) -> Keyring:
+def load(path: Path | None, environment: Mapping[str, str], wraps: Wraps | None = None) -> Keyring:
     """Read the master key from `path`; without a path, from the systemd credential or the environment.
+
+    Args:
+        wraps: opens wrapped keys; None: no source is configured that could.
+
+    Raises:
+        MasterKeyError: there is no key, or it is unsafe or malformed, or does not open.
+    """
+    found, following = _contents(path, environment)
+    configured = None if wraps is None or wraps.source not in WRAPPING else wraps.source
+    if following is not None and _wrapped_by(following) != configured:
+        raise MasterKeyError(_OTHER_SOURCE.format(_wrapped_by(following) or "plain", configured or "plain"))
+    wrapped = [each for each in (found, following) if isinstance(each, WrappedKey)]
+    opened: dict[str, bytes] = {}
+    if wrapped and wraps is None:
+        raise MasterKeyError(
+            "the master key is wrapped, and the settings name neither a token nor a Vault that opens it"
+        )
+    if wrapped and wraps is not None:
+        try:
+            opened = dict(zip((each.id for each in wrapped), wraps.unwrap(wrapped), strict=True))
+        except WrappingError as error:
+            raise MasterKeyError(f"the master key does not open: {error}") from None
+    successor = None if following is None else Keyring(_plain(following, opened))
+    return Keyring(_plain(found, opened), successor)
+
+
+def source_of(path: Path) -> KeySource | None:
+    """Return the source by which the key in `path` is wrapped; None for a plain key.
 
     Raises:
         MasterKeyError: there is no key, or it is unsafe or malformed.
     """
-    if path is not None:
-        return _from_files(path, next_file(path))
-    if directory := environment.get("CREDENTIALS_DIRECTORY"):
-        credential = Path(directory) / CREDENTIAL
-        if credential.exists():
-            return _from_files(credential, Path(directory) / f"{CREDENTIAL}-next")
-    if text := environment.get(ENVIRONMENT):
-        following = environment.get(NEXT_ENVIRONMENT)
-        successor = None if following is None else Keyring(_from_text(following, NEXT_ENVIRONMENT))
-        return Keyring(_from_text(text, ENVIRONMENT), successor)
-    raise MasterKeyError("there is no master key: configure a key file, a systemd credential or a variable")
+    return _wrapped_by(_decode(_read_private(path), str(path)))
 
 
 def next_file(path: Path) -> Path:
@@ -89,20 +113,24 @@ def replace(path: Path) -> None:
         raise MasterKeyError(f"{next_file(path)}: {error.strerror}") from None
 
 
-def create(path: Path, owner: tuple[int, int] | None = None) -> None:
+def create(path: Path, owner: tuple[int, int] | None = None, wraps: Wraps | None = None) -> None:
     """Make a new master key file, durable on return.
 
     Args:
         owner: (uid, gid) of the process that reads it; needs root.
+        wraps: makes a wrapped key, if its source is one of a wrapped key; otherwise the key is plain.
 
     Raises:
         MasterKeyError: the file exists, or cannot be made.
     """
-    text = base64.b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n"
+    exists = f"{path} exists; a new master key would make every sealed record unreadable"
+    if os.path.lexists(path):
+        raise MasterKeyError(exists)
+    text = _new_key(wraps)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise MasterKeyError(f"{path} exists; a new master key would make every sealed record unreadable") from None
+        raise MasterKeyError(exists) from None
     except OSError as error:
         raise MasterKeyError(f"{path}: {error.strerror}") from None
     with os.fdopen(fd, "wb") as file:
@@ -114,6 +142,25 @@ def create(path: Path, owner: tuple[int, int] | None = None) -> None:
     _sync(path.parent)
 
 
+def try_out(wraps: Wraps) -> None:
+    """Check that a new key could be wrapped; nothing of it is kept.
+
+    Raises:
+        MasterKeyError: it could not.
+    """
+    _new_key(wraps)
+
+
+def _new_key(wraps: Wraps | None) -> bytes:
+    """Return the content of a new key's file."""
+    if wraps is None or wraps.source not in WRAPPING:
+        return base64.b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n"
+    try:
+        return wraps.wrap().text
+    except WrappingError as error:
+        raise MasterKeyError(f"no master key can be made: {error}") from None
+
+
 def _sync(path: Path) -> None:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -122,13 +169,57 @@ def _sync(path: Path) -> None:
         os.close(directory)
 
 
-def _from_files(path: Path, following: Path) -> Keyring:
-    successor = Keyring(_decode(_read_private(following), str(following))) if os.path.lexists(following) else None
-    return Keyring(_decode(_read_private(path), str(path)), successor)
+type _Content = bytes | WrappedKey
+_OTHER_SOURCE = (
+    "the successor of the master key is of the source {}, and sallyport.vault.key_source is {}: set it back until the "
+    "change of the key is complete; see 'A new master key' in docs/operations.md"
+)
 
 
-def _from_text(text: str, variable: str) -> bytes:
+def _contents(path: Path | None, environment: Mapping[str, str]) -> tuple[_Content, _Content | None]:
+    """Return the key and its successor as they are stored."""
+    if path is not None:
+        return _from_files(path, next_file(path))
+    if number := environment.get(KEY_FD):
+        following = environment.get(NEXT_KEY_FD)
+        successor = None if following is None else _from_descriptor(following, f"{CREDENTIAL}-next")
+        return _from_descriptor(number, CREDENTIAL), successor
+    if directory := environment.get("CREDENTIALS_DIRECTORY"):
+        credential = Path(directory) / CREDENTIAL
+        if credential.exists():
+            return _from_files(credential, Path(directory) / f"{CREDENTIAL}-next")
+    if text := environment.get(ENVIRONMENT):
+        following = environment.get(NEXT_ENVIRONMENT)
+        successor = None if following is None else _from_text(following, NEXT_ENVIRONMENT)
+        return _from_text(text, ENVIRONMENT), successor
+    raise MasterKeyError("there is no master key: configure a key file, a systemd credential or a variable")
+
+
+def _wrapped_by(content: _Content) -> KeySource | None:
+    return KeySource(content.source) if isinstance(content, WrappedKey) else None
+
+
+def _plain(content: _Content, opened: Mapping[str, bytes]) -> bytes:
+    return opened[content.id] if isinstance(content, WrappedKey) else content
+
+
+def _from_files(path: Path, following: Path) -> tuple[_Content, _Content | None]:
+    successor = _decode(_read_private(following), str(following)) if os.path.lexists(following) else None
+    return _decode(_read_private(path), str(path)), successor
+
+
+def _from_text(text: str, variable: str) -> _Content:
     return _decode(text.encode("utf-8", "replace"), f"the variable {variable}")
+
+
+def _from_descriptor(number: str, name: str) -> _Content:
+    place = f"the credential {name}"
+    try:
+        fd = os.dup(int(number))
+        os.lseek(fd, 0, os.SEEK_SET)
+    except (OSError, ValueError):
+        raise MasterKeyError(f"{place} was not handed over") from None
+    return _decode(_read_checked(fd, place), place)
 
 
 def _read_private(path: Path) -> bytes:
@@ -136,18 +227,28 @@ def _read_private(path: Path) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise MasterKeyError(f"{path}: {error.strerror}") from None
+    return _read_checked(fd, str(path))
+
+
+def _read_checked(fd: int, place: str) -> bytes:
+    """Read a private file, and close it."""
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise MasterKeyError(f"{path}: not a regular file with one name")
+            raise MasterKeyError(f"{place}: not a regular file with one name")
         if status.st_uid not in (os.geteuid(), 0):
-            raise MasterKeyError(f"{path}: owned by uid {status.st_uid}, neither this process's user nor root")
+            raise MasterKeyError(f"{place}: owned by uid {status.st_uid}, neither this process's user nor root")
         if stat.S_IMODE(status.st_mode) & 0o177:
-            raise MasterKeyError(f"{path}: mode {stat.S_IMODE(status.st_mode):04o}, must be 0600 or 0400")
-        return file.read(1024)
+            raise MasterKeyError(f"{place}: mode {stat.S_IMODE(status.st_mode):04o}, must be 0600 or 0400")
+        return file.read(MOST_BYTES + 1)
 
 
-def _decode(text: bytes, origin: str) -> bytes:
+def _decode(text: bytes, origin: str) -> _Content:
+    if text.startswith(b"{"):
+        try:
+            return WrappedKey.parse(text)
+        except ValueError:
+            raise MasterKeyError(f"{origin}: changed, or not a wrapped key of this release") from None
     try:
         key = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ from vault.keyring import MasterKeyError
 from vault.readings import Readings
 from vault.secret import Secret
 from vault.stores.port import StoreError, check_value
+from vault.wrapping.sources import WRAPPING, KeySource
 from wire.api import vaultd
 from wire.frames import close_all
 from wire.operations import Message
@@ -46,7 +47,7 @@ class VaultOperations:
         channels: Channels,
         readings: Readings,
         audit: Audit,
-        rekey: Callable[[], None],
+        rekey: Callable[[Mapping[KeySource, int]], Awaitable[None]],
         administrators: frozenset[int] = frozenset({0}),
     ) -> None:
         self._custody = custody
@@ -95,8 +96,7 @@ class VaultOperations:
             case vaultd.UnfreezeSecrets():
                 await self._unfreeze(request, actor)
             case vaultd.Rekey():
-                await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
-                self._rekey()
+                await self._reseal(request, actor, fds)
             case vaultd.OpenSandbox():
                 return await self._open(request, actor)
             case vaultd.Regrant():
@@ -245,6 +245,14 @@ class VaultOperations:
             await self._channels.detach(sandbox)
         if known:
             self._audit.note("vault.close", "info", sandbox=sandbox, actor=actor)
+
+    async def _reseal(self, request: vaultd.Rekey, actor: str, fds: list[int]) -> None:
+        if len(fds) != len(request.credentials) or not set(request.credentials) <= set(WRAPPING):
+            raise wire.RequestError(
+                wire.Code.INVALID, "a change of the master key comes with one descriptor per source"
+            )
+        await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
+        await self._rekey({KeySource(each): fd for each, fd in zip(request.credentials, fds, strict=True)})
 
     async def _attach(self, request: vaultd.Attach, fds: list[int]) -> None:
         if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):

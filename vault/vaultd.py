@@ -4,6 +4,8 @@ This is the composition: configuration, key, files, socket, audit channel. Its a
 and `channels` (the workers).
 
 - It hardens itself before it reads the key, and runs as an unprivileged uid that owns its directory.
+- A wrapped key is opened once for each start and for each change of the key, by a process of its own
+  (`vault.wrapping`). vaultd loads no module of a token and speaks to no Vault.
 - There is one of it: a lock on the directory is held. A directory sealed with another key is refused, untouched; so is
   one that is older than its head.
 - Where the master key has a successor, everything is sealed with that one before anything is answered.
@@ -21,6 +23,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import wire
@@ -31,16 +34,19 @@ from vault.config import VaultConfig
 from vault.custody import Custody
 from vault.fetching import FetcherClient, NoFetcher
 from vault.freeze import Freezes
-from vault.hardening import harden
+from vault.hardening import NOT_LOCKED, harden
 from vault.head import HeadError, StoreHead
-from vault.keyring import ENVIRONMENT, NEXT_ENVIRONMENT, Keyring, MasterKeyError, load
+from vault.keyring import ENVIRONMENT, KEY_FD, NEXT_ENVIRONMENT, NEXT_KEY_FD, Keyring, MasterKeyError, load, source_of
 from vault.operations import VaultOperations
 from vault.readings import Readings
 from vault.sources import Sources
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from vault.stores.sealed import FileStore
+from vault.wrapping.asking import Wrapping
+from vault.wrapping.sources import DESCRIPTORS, WRAPPING, KeySource
 from wire.api import vaultd
 from wire.errors import ConfigError
+from wire.frames import close_all
 from wire.serving import handler
 
 AUDIT_FD = "SALLYPORT_AUDIT_FD"
@@ -138,9 +144,11 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
     readings = Readings(fetcher, vault.custody, time.monotonic)
     channels = Channels(vault.custody, Sources(vault.custody, readings), audit)
     readings.changed = channels.revoke_everywhere
-    operations = VaultOperations(
-        vault.custody, channels, readings, audit, lambda: vault.rekey(load(config.master_key_file, os.environ))
-    )
+
+    async def rekey(credentials: Mapping[KeySource, int]) -> None:
+        vault.rekey(await successor(config, credentials))
+
+    operations = VaultOperations(vault.custody, channels, readings, audit, rekey)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -173,6 +181,23 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
     return status
 
 
+async def successor(config: VaultConfig, credentials: Mapping[KeySource, int]) -> Keyring:
+    """Return the keyring as it is stored now, without waiting on the event loop.
+
+    Raises:
+        MasterKeyError: it cannot be opened.
+    """
+    own = {source: os.dup(fd) for source, fd in credentials.items()}  # the thread goes on when the caller does not
+
+    def read() -> Keyring:
+        try:
+            return load(config.master_key_file, os.environ, Wrapping(config.wrapping, config.directory, own))
+        finally:
+            close_all(list(own.values()))
+
+    return await asyncio.to_thread(read)
+
+
 async def _end_with(audit: AuditClient, stop: asyncio.Event) -> None:
     await audit.wait_closed()
     stop.set()
@@ -186,15 +211,18 @@ def main(arguments: list[str]) -> int:
         return EXIT_CONFIG
     try:
         if not harden():
-            _log.info("memory is not locked (limit on locked memory)")
+            _log.warning(NOT_LOCKED)
         os.umask(0o077)
         config = VaultConfig.read(Path(arguments[0]))
         audit_fd = _audit_fd(os.environ.get(AUDIT_FD))
         listener = _listener()
         head = _head(os.environ.get(HEAD_FD))
-        keyring = load(config.master_key_file, os.environ)
+        with _credentials(config) as credentials:
+            wrapping = Wrapping(config.wrapping, config.directory, credentials)
+            keyring = load(config.master_key_file, os.environ, wrapping)
         for name in (ENVIRONMENT, NEXT_ENVIRONMENT):
             os.environ.pop(name, None)
+        _warn_of_plain_key(config)
         return asyncio.run(run(config, keyring, audit_fd, head, listener))
     except (ConfigError, HeadError, MasterKeyError, SealedRecordError) as error:
         _log.error("%s", error)
@@ -204,11 +232,37 @@ def main(arguments: list[str]) -> int:
         return 1
 
 
+@contextlib.contextmanager
+def _credentials(config: VaultConfig) -> Iterator[dict[KeySource, int]]:
+    """Hand out the descriptors that hostd has opened for the key. After the block they are closed."""
+    numbers = {source: os.environ.pop(name) for source, name in DESCRIPTORS.items() if name in os.environ}
+    files = [os.environ[name] for name in (KEY_FD, NEXT_KEY_FD) if name in os.environ]
+    try:
+        found = {source: int(number) for source, number in numbers.items()}
+        opened = [*found.values(), *map(int, files)]
+        for fd in opened:
+            os.set_inheritable(fd, False)
+    except (OSError, ValueError):
+        raise ConfigError("a variable names no inherited descriptor of the master key") from None
+    try:
+        yield found
+    finally:
+        close_all(opened)
+        for name in (KEY_FD, NEXT_KEY_FD):
+            os.environ.pop(name, None)
+
+
 def _listener() -> socket.socket:
     try:
         return wire.inherited_listener()
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _warn_of_plain_key(config: VaultConfig) -> None:
+    wanted, path = config.wrapping.source, config.master_key_file
+    if wanted in WRAPPING and path is not None and (found := source_of(path)) != wanted:
+        _log.warning("the master key is %s, not of %s: run `sallyport vault rekey`", found or "a plain file", wanted)
 
 
 def _audit_fd(text: str | None) -> int:

@@ -815,6 +815,69 @@ class SettingsModel(BaseModel):
         shown="`state_dir/vault/master-key`",
         example="/var/lib/sallyport/state/vault/master-key",
     )
+    sallyport_vault_key_source: Literal["file", "credential", "pkcs11", "transit"] = _key(
+        "sallyport.vault.key_source",
+        "file",
+        "where a new master key is kept: plain in `master_key_file`; in the systemd credential `sallyport-master-key`; "
+        "in `master_key_file`, wrapped by a key in a PKCS#11 token or by Vault's transit engine",
+    )
+    sallyport_vault_pkcs11_module: OptionalPath = _key(
+        "sallyport.vault.pkcs11.module",
+        None,
+        "the shared object of the token's vendor; only a short-lived process loads it",
+        shown="none",
+        example="",
+    )
+    sallyport_vault_pkcs11_token_label: Text = _key("sallyport.vault.pkcs11.token_label", "", "the label of the token")
+    sallyport_vault_pkcs11_key_label: Text = _key(
+        "sallyport.vault.pkcs11.key_label",
+        "",
+        "the label of an AES key of 256 bits in it, sensitive and not extractable",
+    )
+    sallyport_vault_pkcs11_pin_file: OptionalPath = _key(
+        "sallyport.vault.pkcs11.pin_file",
+        None,
+        "the PIN of the token's user, in a file of root (mode 0600 or 0400), or a systemd credential",
+        shown="none",
+        example="",
+    )
+    sallyport_vault_pkcs11_environment: TextMap = _key(
+        "sallyport.vault.pkcs11.environment", {}, "variables that the module needs, such as its configuration file"
+    )
+    sallyport_vault_transit_address: VaultAddress = _key(
+        "sallyport.vault.transit.address",
+        "",
+        "HashiCorp Vault or OpenBao whose transit engine wraps the master key",
+        example="https://vault.example.com:8200",
+    )
+    sallyport_vault_transit_ca_file: OptionalPath = _key(
+        "sallyport.vault.transit.ca_file",
+        None,
+        "the authorities of its certificate (PEM); no others count",
+        shown="`sallyport.upstream_roots`",
+        example="",
+    )
+    sallyport_vault_transit_namespace: Text = _key("sallyport.vault.transit.namespace", "", "sent with each request")
+    sallyport_vault_transit_auth: Literal["token", "approle", "jwt", "kubernetes"] = _key(
+        "sallyport.vault.transit.auth", "approle", "how Sallyport logs in"
+    )
+    sallyport_vault_transit_auth_mount: VaultPath = _key(
+        "sallyport.vault.transit.auth_mount", "", "where that method is mounted; empty: at its own name"
+    )
+    sallyport_vault_transit_role: Text = _key(
+        "sallyport.vault.transit.role", "", "the role of the login; of `approle` the role id"
+    )
+    sallyport_vault_transit_credential_file: OptionalPath = _key(
+        "sallyport.vault.transit.credential_file",
+        None,
+        "the token, secret id or JWT, in a file that root can read; it is read at each login",
+        shown="none",
+        example="",
+    )
+    sallyport_vault_transit_mount: VaultPath = _key(
+        "sallyport.vault.transit.mount", "transit", "where the transit engine is mounted"
+    )
+    sallyport_vault_transit_key: VaultPath = _key("sallyport.vault.transit.key", "", "the name of its key")
     sallyport_vault_environment: Variables = _key(
         "sallyport.vault.environment",
         [],

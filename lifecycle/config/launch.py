@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.api import credentials
+from lifecycle.config import master_key
 from lifecycle.config.serve import DatabaseConfig, RouteKeysConfig, ServeConfig
 from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError
 from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
@@ -27,6 +28,7 @@ from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.snapshots.snapshot import SnapshotBounds
 from policy.references import BackendKind
+from vault.wrapping.sources import KeySource
 from wire import codec
 
 _MAX_DSN = 4096
@@ -256,10 +258,12 @@ def audit_config(settings: Settings) -> dict[str, Any]:
 
 def vault_config(settings: Settings) -> dict[str, Any]:
     """Return the configuration of vaultd."""
+    credential = settings.get("sallyport.vault.key_source") == KeySource.CREDENTIAL
     return {
         "directory": str(settings.state_dir / "vault"),
         "uids": [0, uids(settings)["serve"]],
-        "master_key_file": str(settings.master_key_file),
+        "master_key_file": None if credential else str(settings.master_key_file),
+        "wrapping": codec.encode(master_key.wrapping(settings)),
         "fetcher": {"socket": str(settings.run_dir / "fetcher.sock"), "uid": uids(settings)["fetcher"]}
         if backends(settings)
         else None,
@@ -403,6 +407,7 @@ def host_config(settings: Settings, directory: Path) -> dict[str, Any]:
             "directories": list(settings.get("sallyport.vault.file_directories")),
             "credential": _credential_file(settings),
         },
+        "vault_files": {name: str(path) for name, path in master_key.files(settings).items()},
         "processes": [
             {"name": name, "module": module, "config": str(directory / f"{name}.json")}
             for name, module in modules.items()
@@ -420,6 +425,7 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
         settings.upstream_roots,
         settings.policy_file,
         settings.get("sallyport.vault.hashicorp.ca_file"),
+        settings.get("sallyport.vault.transit.ca_file"),
     ):
         if path is not None:
             check_readable(path)

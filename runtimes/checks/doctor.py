@@ -98,6 +98,7 @@ def questions(config: HostConfig) -> tuple[DoctorQuestion, ...]:
     asked = [
         DoctorQuestion("permissions", _ROOT, probes.permissions, vital=True),
         DoctorQuestion("kernel", "", probes.kernel),
+        DoctorQuestion("memory", "", probes.locked_memory),
         DoctorQuestion("nft", _NFT, probes.nft_program, vital=True),
         DoctorQuestion("namespaces", _NAMESPACE, probes.namespace),
         DoctorQuestion("slot", _SLOT, probes.slot, vital=True),

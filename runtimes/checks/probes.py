@@ -12,6 +12,7 @@ import mmap
 import os
 import pwd
 import re
+import resource
 import socket
 import ssl
 import stat
@@ -36,6 +37,7 @@ from runtimes.spec import HostConfig, Uids, sandbox_users
 from wire.routes import reaches_ipv6
 from wire.sockets import WrongServer, check_server
 
+_SYS_RESOURCE = 24
 _SECONDS = 15.0
 _RUN = Path("/run")
 _CAPABILITIES = {
@@ -98,6 +100,18 @@ def permissions() -> str:
     if missing:
         raise CheckError(f"root without the capabilities {', '.join(missing)}")
     return "root, with all capabilities that are needed"
+
+
+def locked_memory() -> str:
+    """Describe whether the daemons with secrets can lock their memory. They run without that, too."""
+    most = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if most == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) >> _SYS_RESOURCE & 1):
+        return "vaultd and the fetcher lock their memory"
+    return (
+        f"vaultd and the fetcher cannot lock their memory, which may be swapped out: the limit is {most >> 10} KiB and "
+        "root has no CAP_SYS_RESOURCE; set LimitMEMLOCK=infinity in the unit, or turn swap off"
+    )
 
 
 def kernel() -> str:

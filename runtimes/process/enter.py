@@ -1,19 +1,23 @@
 """Becomes a daemon: joins its group, enters its namespace, makes its interpreter readable, drops its user, executes.
 
 Started as root, `python3 -IS enter.py <json>`, standard library only. The JSON is an object with `cgroup` (a
-directory), `netns` (path or null), `uid`, `gid`, `expose` (paths the daemon must be able to read) and `argv`.
+directory), `netns` (path or null), `uid`, `gid`, `locks` (it locks its memory), `expose` (paths the daemon must be able
+to read) and `argv`.
 
 - Another user could not execute an interpreter below a closed home directory. Only in that case the daemon gets its
   own mount namespace. There an empty directory covers the closed one, and only the exposed paths are mounted into it.
 - In that mount namespace no mount of a network namespace remains, so that a daemon never keeps a slot's namespace
   alive.
 - Daemons with their own user can gain no privileges (`no_new_privs`).
+- A daemon that locks its memory may lock all of it where root may permit that. The limit of its group is the bound.
 """
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
+import resource
 import sys
 
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -85,6 +89,12 @@ def become(uid: int, gid: int) -> None:
         _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
+def permit_locks() -> None:
+    """Permit any amount of locked memory, if this process may: a container can lack the capability."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def main(text: str) -> None:
     """Perform the steps and execute the daemon. Never returns."""
     order = json.loads(text)
@@ -97,6 +107,8 @@ def main(text: str) -> None:
         os.close(fd)
     expose(order["expose"])
     os.umask(0o077)
+    if order["locks"]:
+        permit_locks()
     become(order["uid"], order["gid"])
     os.execv(order["argv"][0], order["argv"])  # noqa: S606 - becomes the daemon; no shell
 

@@ -49,6 +49,7 @@ class Program:
         expose: paths that it must be able to read.
         memory: its limit, in bytes.
         configuration: the text of its file, to decide whether a process that runs is the same.
+        locks: it locks its memory.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Program:
     expose: tuple[str, ...] = ()
     memory: int = 0
     configuration: bytes = field(default=b"", repr=False)
+    locks: bool = False
 
     @property
     def identity(self) -> str:
@@ -96,6 +98,7 @@ async def start_process(
         "netns": program.netns,
         "uid": program.uid,
         "gid": program.uid,
+        "locks": program.locks,
         "expose": list(program.expose),
         "argv": list(program.argv),
     }

@@ -13,7 +13,7 @@ import pytest
 
 from audit.auditd import AuditConfig
 from lifecycle import cli
-from lifecycle.config import launch
+from lifecycle.config import launch, master_key
 from lifecycle.config.serve import ServeConfig
 from lifecycle.config.settings import (
     ACTIVE_ROUTE_KEY,
@@ -36,6 +36,7 @@ from vault.fetcher_config import FetcherConfig
 from vault.stores.command import Command
 from vault.stores.hvac.config import Auth
 from vault.stores.token_config import TokenKind, TokenSource
+from vault.wrapping.sources import KeySource, Pkcs11Token, WrappingConfig
 from wire.errors import ConfigError
 
 ROUTE_KEY = base64.b64encode(b"a key of signed routes").decode()
@@ -305,6 +306,85 @@ def test_the_fetchers_file_is_strict(tmp_path: Path) -> None:
             FetcherConfig.read(path)
     with pytest.raises(ConfigError, match="No such file"):
         FetcherConfig.read(tmp_path / "absent")
+
+
+KEY_SOURCES = """
+[sallyport.vault]
+key_source = "pkcs11"
+[sallyport.vault.pkcs11]
+module = "/usr/lib/softhsm/libsofthsm2.so"
+token_label = "sallyport"
+key_label = "master"
+pin_file = "/etc/sallyport/pin"
+environment = {SOFTHSM2_CONF = "/etc/softhsm2.conf"}
+[sallyport.vault.transit]
+address = "https://vault.example.com:8200/"
+role = "r-1"
+credential_file = "/etc/sallyport/secret-id"
+key = "master"
+"""
+
+
+def test_vaultd_is_told_the_sources_of_its_key_and_hostd_what_to_open(tmp_path: Path, short: Path) -> None:
+    """Neither of the files has PIN or credential. The note of the running server has the same sources."""
+    configured = settings(KEY_SOURCES)
+    path = tmp_path / "vaultd.json"
+    path.write_text(json.dumps(launch.vault_config(configured)))
+    wrapping = VaultConfig.read(path).wrapping
+    environment = {"SOFTHSM2_CONF": "/etc/softhsm2.conf"}
+    module = "/usr/lib/softhsm/libsofthsm2.so"
+    assert Pkcs11Token(module, "sallyport", "master", "/etc/sallyport/pin", environment) == wrapping.pkcs11
+    assert wrapping.transit is not None
+    assert ("transit", "master", KeySource.PKCS11) == (wrapping.transit.engine, wrapping.transit.key, wrapping.source)
+    assert "https://vault.example.com:8200" == wrapping.transit.server.address
+    host = HostConfig.model_validate(launch.host_config(configured, short))
+    assert {
+        "SALLYPORT_PKCS11_PIN_FD": "/etc/sallyport/pin",
+        "SALLYPORT_TRANSIT_CREDENTIAL_FD": "/etc/sallyport/secret-id",
+    } == host.vault_files
+    noted = {"sallyport": {"vault": master_key.note(configured)}}
+    assert wrapping == master_key.wrapping(parse(json.loads(json.dumps(noted)), "the note", {}))
+    path.write_text(json.dumps(launch.vault_config(configured) | {"wrapping": {"source": "file"}}))
+    with pytest.raises(ConfigError, match="wrapping"):
+        VaultConfig.read(path)
+
+
+def test_without_more_settings_the_key_is_a_plain_file(short: Path) -> None:
+    assert WrappingConfig() == master_key.wrapping(settings())
+    assert {} == launch.host_config(settings(), short)["vault_files"]
+
+
+@pytest.mark.parametrize(
+    "key", ["token_label", "key_label", "pin_file", "module", "role", "credential_file", 'key = "master"']
+)
+def test_a_source_of_the_key_needs_all_of_its_settings(key: str) -> None:
+    text = "\n".join(line for line in KEY_SOURCES.splitlines() if not line.startswith(key))
+    missing = "key" if key.startswith("key =") else key
+    with pytest.raises(SettingsError, match=rf"sallyport\.vault\.(pkcs11|transit)\.{missing} is missing"):
+        launch.vault_config(settings(text))
+
+
+def test_hostd_opens_the_credential_of_systemd_for_vaultd(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configured = settings("[sallyport.vault]\nkey_source = 'credential'")
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    assert {} == launch.host_config(configured, short)["vault_files"]
+    with pytest.raises(SettingsError, match="LoadCredential=sallyport-master-key"):
+        master_key.prepare(configured)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(short))
+    assert launch.vault_config(configured)["master_key_file"] is None
+    assert {
+        "SALLYPORT_MASTER_KEY_FD": f"{short}/sallyport-master-key",
+        "SALLYPORT_MASTER_KEY_NEXT_FD": f"{short}/sallyport-master-key-next",
+    } == launch.host_config(configured, short)["vault_files"]
+    (short / "sallyport-master-key").touch()
+    master_key.prepare(configured)
+
+
+def test_a_key_is_not_changed_under_settings_that_the_server_does_not_have() -> None:
+    other = settings(KEY_SOURCES.replace('"master"', '"other"'))
+    assert not master_key.differs(settings(KEY_SOURCES), settings(KEY_SOURCES))
+    assert master_key.differs(settings(KEY_SOURCES), other)
+    assert master_key.differs(settings(), settings(KEY_SOURCES))
 
 
 def test_the_api_server_and_hostd_bound_launches_alike() -> None:

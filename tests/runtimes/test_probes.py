@@ -1,5 +1,6 @@
 """The doctor's verdicts that need only bytes and numbers."""
 
+import resource
 import struct
 from pathlib import Path
 
@@ -73,6 +74,13 @@ def test_an_image_must_be_a_tar(tmp_path: Path) -> None:
         probes.images(HostConfig.model_validate(host_config(images=images)))
     (tmp_path / "x.tar").write_bytes(bytes(10240))
     assert "x" == probes.images(HostConfig.model_validate(host_config(images=images)))
+
+
+@pytest.mark.parametrize(("limit", "said"), [(resource.RLIM_INFINITY, "lock their memory"), (8 << 20, "is 8192 KiB")])
+def test_the_limit_on_locked_memory_is_described(monkeypatch: pytest.MonkeyPatch, limit: int, said: str) -> None:
+    monkeypatch.setattr(probes, "_SYS_RESOURCE", 63)  # a capability that no process has
+    monkeypatch.setattr(resource, "getrlimit", lambda _limit: (limit, limit))
+    assert said in probes.locked_memory()
 
 
 def test_a_resolver_on_loopback_is_of_no_use() -> None:

@@ -104,13 +104,12 @@ class InProcess:
         sources = Sources(self.vault.custody, self.readings)
         self.channels = Channels(self.vault.custody, sources, self.audit, lambda: self.monotonic())
         self.readings.changed = self.channels.revoke_everywhere
+
+        async def rekey(_credentials: object) -> None:
+            self.vault.rekey(load(self.key, {}))
+
         operations = VaultOperations(
-            self.vault.custody,
-            self.channels,
-            self.readings,
-            self.audit,
-            lambda: self.vault.rekey(load(self.key, {})),
-            self._administrators,
+            self.vault.custody, self.channels, self.readings, self.audit, rekey, self._administrators
         )
         listener, own = wire.bind_unix(self.directory / "s"), frozenset({os.geteuid()})
         self._server = await wire.serve_unix(

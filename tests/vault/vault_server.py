@@ -211,7 +211,8 @@ class VaultServer:
         self.ask("PUT", "sys/policies/acl/sallyport", policy=documented("hcl"))
         if "approle/" not in self.ask("GET", "sys/auth")["data"]:
             self.ask("POST", "sys/auth/approle", type="approle")
-        self.ask("POST", f"auth/approle/role/{name}", token_policies=["sallyport"], **{"token_period": "1h", **options})
+        given = {"token_policies": ["sallyport"], "token_period": "1h", **options}
+        self.ask("POST", f"auth/approle/role/{name}", **given)
         role = self.ask("GET", f"auth/approle/role/{name}/role-id")["data"]["role_id"]
         secret = self.ask("POST", f"auth/approle/role/{name}/secret-id", metadata="{}")["data"]["secret_id"]
         return str(role), str(secret)

@@ -140,7 +140,12 @@ class List(Request[Listed]):
 
 @dataclass(frozen=True, slots=True)
 class Rekey(Request[Done]):
-    """Seal everything with the successor of the master key."""
+    """Seal everything with the successor of the master key.
+
+    `credentials` names the sources of wrapped keys whose credentials come with the request, one descriptor for each.
+    """
+
+    credentials: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
