@@ -58,16 +58,19 @@ class Keyring:
         raise TypeError("a keyring is not pickled")
 
 
-def load(path: Path | None, environment: Mapping[str, str], wraps: Wraps | None = None) -> Keyring:
+def load(
+    path: Path | None, environment: Mapping[str, str], wraps: Wraps | None = None, owner: int | None = None
+) -> Keyring:
     """Read the master key from `path`; without a path, from the systemd credential or the environment.
 
     Args:
         wraps: opens wrapped keys; None: no source is configured that could.
+        owner: the user that may own the file beside root; None: that of this process.
 
     Raises:
         MasterKeyError: there is no key, or it is unsafe or malformed, or does not open.
     """
-    found, following = _contents(path, environment)
+    found, following = _contents(path, environment, owner)
     configured = None if wraps is None or wraps.source not in WRAPPING else wraps.source
     if following is not None and _wrapped_by(following) != configured:
         raise MasterKeyError(_OTHER_SOURCE.format(_wrapped_by(following) or "plain", configured or "plain"))
@@ -86,13 +89,13 @@ def load(path: Path | None, environment: Mapping[str, str], wraps: Wraps | None 
     return Keyring(_plain(found, opened), successor)
 
 
-def source_of(path: Path) -> KeySource | None:
-    """Return the source by which the key in `path` is wrapped; None for a plain key.
+def source_of(path: Path, owner: int | None = None) -> KeySource | None:
+    """Return the source by which the key in `path` is wrapped; None for a plain key. `owner` is as for `load`.
 
     Raises:
         MasterKeyError: there is no key, or it is unsafe or malformed.
     """
-    return _wrapped_by(_decode(_read_private(path), str(path)))
+    return _wrapped_by(_decode(_read_private(path, owner), str(path)))
 
 
 def next_file(path: Path) -> Path:
@@ -176,10 +179,10 @@ _OTHER_SOURCE = (
 )
 
 
-def _contents(path: Path | None, environment: Mapping[str, str]) -> tuple[_Content, _Content | None]:
+def _contents(path: Path | None, environment: Mapping[str, str], owner: int | None) -> tuple[_Content, _Content | None]:
     """Return the key and its successor as they are stored."""
     if path is not None:
-        return _from_files(path, next_file(path))
+        return _from_files(path, next_file(path), owner)
     if number := environment.get(KEY_FD):
         following = environment.get(NEXT_KEY_FD)
         successor = None if following is None else _from_descriptor(following, f"{CREDENTIAL}-next")
@@ -203,9 +206,9 @@ def _plain(content: _Content, opened: Mapping[str, bytes]) -> bytes:
     return opened[content.id] if isinstance(content, WrappedKey) else content
 
 
-def _from_files(path: Path, following: Path) -> tuple[_Content, _Content | None]:
-    successor = _decode(_read_private(following), str(following)) if os.path.lexists(following) else None
-    return _decode(_read_private(path), str(path)), successor
+def _from_files(path: Path, following: Path, owner: int | None = None) -> tuple[_Content, _Content | None]:
+    successor = _decode(_read_private(following, owner), str(following)) if os.path.lexists(following) else None
+    return _decode(_read_private(path, owner), str(path)), successor
 
 
 def _from_text(text: str, variable: str) -> _Content:
@@ -222,21 +225,21 @@ def _from_descriptor(number: str, name: str) -> _Content:
     return _decode(_read_checked(fd, place), place)
 
 
-def _read_private(path: Path) -> bytes:
+def _read_private(path: Path, owner: int | None) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise MasterKeyError(f"{path}: {error.strerror}") from None
-    return _read_checked(fd, str(path))
+    return _read_checked(fd, str(path), owner)
 
 
-def _read_checked(fd: int, place: str) -> bytes:
+def _read_checked(fd: int, place: str, owner: int | None = None) -> bytes:
     """Read a private file, and close it."""
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise MasterKeyError(f"{place}: not a regular file with one name")
-        if status.st_uid not in (os.geteuid(), 0):
+        if status.st_uid not in (os.geteuid() if owner is None else owner, 0):
             raise MasterKeyError(f"{place}: owned by uid {status.st_uid}, neither this process's user nor root")
         if stat.S_IMODE(status.st_mode) & 0o177:
             raise MasterKeyError(f"{place}: mode {stat.S_IMODE(status.st_mode):04o}, must be 0600 or 0400")

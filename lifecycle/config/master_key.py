@@ -104,8 +104,8 @@ def state(settings: Settings) -> str:
             if source in WRAPPING:
                 try_out(wraps)
             return f"{source}: the key is made at the first start"
-        load(path, {}, wraps)
-    found = source_of(path) or KeySource.FILE
+        load(path, {}, wraps, wraps.user)
+    found = source_of(path, wraps.user) or KeySource.FILE
     if found != source:
         raise SettingsError(f"{path} is of the source {found}, and sallyport.vault.key_source is {source}")
     return f"{source}: {path} opens"

@@ -3,6 +3,7 @@
 It tests `runtimes/process/enter.py`.
 """
 
+import resource
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from runtimes.process.supervisor import InheritedDescriptors, Program, start_pro
 
 pytestmark = pytest.mark.system
 
+CAP_SYS_RESOURCE = 24
 _ENTER = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -78,3 +80,21 @@ async def test_a_daemon_that_takes_more_memory_than_it_may_is_ended_and_another_
         output.close()
     groups.sweep()
     assert ([0, -9, 0], False) == (ends, group.exists())
+
+
+async def test_a_daemon_with_secrets_may_lock_its_memory(tmp_path: Path) -> None:
+    """Root raises the limit if it may (CAP_SYS_RESOURCE). Otherwise the daemon starts with the limit that there is."""
+    groups = DaemonGroups(str(tmp_path))
+    mine = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = int(Path("/proc/self/status").read_text().split("CapEff:\t")[1].split()[0], 16)
+    raised = (resource.RLIM_INFINITY,) * 2 if capabilities >> CAP_SYS_RESOURCE & 1 else mine
+    for locks, expected in ((True, raised), (False, mine)):
+        told = tmp_path / f"told-{locks}"
+        report = f"import resource; open({str(told)!r}, 'w').write(str(resource.getrlimit(resource.RLIMIT_MEMLOCK)))"
+        program = Program("locks", (sys.executable, "-c", report), 0, memory=512 << 20, locks=locks)
+        group = groups.create(program.name, program.memory)
+        process, output = await start_process(sys.executable, program, group, InheritedDescriptors())
+        assert 0 == await process.wait()
+        output.close()
+        assert str(expected) == told.read_text()
+    groups.sweep()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pkcs11
 import pytest
@@ -48,10 +49,9 @@ def with_place(source: Token, **changes: str) -> None:
     source.config = WrappingConfig(KeySource.PKCS11, changed)
 
 
-def remake(source: Token, *made: tuple[int, bool]) -> None:
+def remake(source: Token, **options: Any) -> None:
     source.token.destroy()
-    for bits, extractable in made:
-        source.token.make(bits=bits, extractable=extractable)
+    source.token.make(**options)
 
 
 FAULTS: dict[str, tuple[Callable[[Token], object], str]] = {
@@ -66,9 +66,10 @@ FAULTS: dict[str, tuple[Callable[[Token], object], str]] = {
     "two tokens": (lambda source: source.token.initialise(), "has 2 tokens"),
     "no key": (lambda source: source.token.destroy(), "has no secret key master"),
     "two keys": (lambda source: source.token.make(), "has 2 secret keys master"),
-    "short key": (lambda source: remake(source, (128, False)), "no AES key of 256 bits"),
-    "extractable key": (lambda source: remake(source, (256, True)), "can leave the token"),
-    "another key": (lambda source: remake(source, (256, False)), "another key wrapped it"),
+    "short key": (lambda source: remake(source, bits=128), "no AES key of 256 bits"),
+    "extractable key": (lambda source: remake(source, extractable=True), "can leave the token"),
+    "key without PIN": (lambda source: remake(source, private=False), "can be used without the PIN"),
+    "another key": (lambda source: remake(source), "another key wrapped it"),
     "wrong PIN": (lambda source: source.token.write_pin(ANOTHER_PIN), "refuses the PIN"),
     "short PIN": (lambda source: source.token.write_pin("1"), "refuses the PIN"),
     "empty PIN": (lambda source: source.token.write_pin(""), "must have the PIN in one line"),

@@ -20,8 +20,9 @@ import json, os, pkcs11, sys
 from pkcs11 import Attribute, KeyType
 module, token, pin, made, removed = json.loads(sys.argv[1])
 with pkcs11.lib(module).get_token(token_label=token).open(rw=True, user_pin=pin) as session:
-    for label, bits, extractable in made:
+    for label, bits, extractable, private in made:
         template = {Attribute.SENSITIVE: not extractable, Attribute.EXTRACTABLE: extractable}
+        template[Attribute.PRIVATE] = private
         session.generate_key(KeyType.AES, bits, label=label, store=True, template=template)
     for label in removed:
         for key in list(session.get_objects({Attribute.LABEL: label})):
@@ -65,9 +66,9 @@ class SoftToken:
         subprocess.run(command, env=os.environ | self.environment, check=True, capture_output=True)
         self._own()
 
-    def make(self, label: str = KEY, bits: int = 256, *, extractable: bool = False) -> None:
+    def make(self, label: str = KEY, bits: int = 256, *, extractable: bool = False, private: bool = True) -> None:
         """Make a key in the token."""
-        self._run([(label, bits, extractable)], [])
+        self._run([(label, bits, extractable, private)], [])
 
     def destroy(self, label: str = KEY) -> None:
         """Remove the keys of a label."""
@@ -79,7 +80,7 @@ class SoftToken:
         self.tokens.mkdir()
         self._own()
 
-    def _run(self, made: list[tuple[str, int, bool]], removed: list[str]) -> None:
+    def _run(self, made: list[tuple[str, int, bool, bool]], removed: list[str]) -> None:
         order = json.dumps([MODULE, TOKEN, PIN, made, removed])
         subprocess.run([sys.executable, "-c", _MAKE, order], env=os.environ | self.environment, check=True)
         self._own()

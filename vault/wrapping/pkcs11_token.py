@@ -2,7 +2,8 @@
 
     base64 of: nonce (12 bytes) | AES-256-GCM ciphertext (32 bytes) | tag (16 bytes)
 
-- The token encrypts and decrypts. Its key must be sensitive and not extractable, so no copy of it can be made.
+- The token encrypts and decrypts. Its key must be private, sensitive and not extractable: it is of no use without the
+  PIN, and no copy of it can be made.
 - There is one login for each process, with the PIN of a descriptor. A refused PIN is noted (`RefusedPin`) and not tried
   again until its file changes: no restart locks the user of the token. The last try before a lock is not used.
 - Every failure says what it is about. No message has a PIN or a byte of a key.
@@ -214,6 +215,8 @@ def _key(session: Any, place: Pkcs11Token) -> Any:
             raise WrappingError(f"the key {place.key} is no AES key of 256 bits")
         if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
             raise WrappingError(f"the key {place.key} can leave the token: make a sensitive, not extractable one")
+        if not key[Attribute.PRIVATE]:
+            raise WrappingError(f"the key {place.key} can be used without the PIN: make a private one")
     except PKCS11Error as error:
         raise WrappingError(f"the token does not say what the key {place.key} is: {_named(error)}") from None
     return key

@@ -4,6 +4,7 @@ It tests `vault/fetcher.py` as hostd's process, `runtimes/references.py` and `ru
 """
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -33,6 +34,12 @@ def test_the_fetcher_has_its_own_user_and_neither_the_master_key_nor_the_files(s
     assert f"Uid:\t{FETCHER}\t{FETCHER}\t{FETCHER}\t{FETCHER}" in status
     assert "CapEff:\t0000000000000000" in status
     assert VARIABLE.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert 0 == Path(f"/proc/{pid}/environ").stat().st_uid  # root's, because the process is not dumpable
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert re.search(r"Max core file size +0 +0 ", limits)
+    if re.search(r"Max locked memory +unlimited ", limits):
+        sizes = {key: int(size) for key, size in re.findall(r"(VmLck|VmRSS):\s+(\d+) kB", status)}
+        assert sizes["VmLck"] >= sizes["VmRSS"]
     key = setup.stack.state / "vault" / "master-key"
 
     def reads(uid: int, path: Path) -> bool:
