@@ -5,7 +5,7 @@
 - Each of them has the base64 form of 32 bytes, or a wrapped key (`vault.wrapping`), which a token or Vault opens.
 - A successor is of the configured source only: a file that appears beside a wrapped key must not replace it by a plain
   one.
-- `create` never overwrites: a new key would make every sealed record unreadable.
+- `create` never overwrites: a new key would make every sealed record unreadable. A crash leaves a whole key or none.
 - No message contains a byte of the key.
 
 During a change of the master key there is a second key, its successor: for a file, the file with `.next` after its
@@ -15,6 +15,7 @@ them with the successor, which then replaces the first key.
 
 import base64
 import binascii
+import ctypes
 import os
 import secrets
 import stat
@@ -24,6 +25,7 @@ from pathlib import Path
 from vault.envelope import KEY_BYTES, subkey
 from vault.wrapping.sources import MOST_BYTES, WRAPPING, KeySource, WrappedKey, WrappingError, Wraps
 
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 CREDENTIAL = "sallyport-master-key"
 ENVIRONMENT = "SALLYPORT_MASTER_KEY"
 NEXT_ENVIRONMENT = f"{ENVIRONMENT}_NEXT"
@@ -130,19 +132,31 @@ def create(path: Path, owner: tuple[int, int] | None = None, wraps: Wraps | None
     if os.path.lexists(path):
         raise MasterKeyError(exists)
     text = _new_key(wraps)
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        temporary.unlink(missing_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            if owner is not None:
+                os.fchown(fd, *owner)
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        _rename_new(temporary, path)
+        _sync(path.parent)
     except FileExistsError:
         raise MasterKeyError(exists) from None
     except OSError as error:
         raise MasterKeyError(f"{path}: {error.strerror}") from None
-    with os.fdopen(fd, "wb") as file:
-        if owner is not None:
-            os.fchown(fd, *owner)
-        file.write(text)
-        file.flush()
-        os.fsync(fd)
-    _sync(path.parent)
+
+
+def _rename_new(old: Path, new: Path) -> None:
+    """Rename a file; raise FileExistsError if there is one of the new name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = _AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE
+    if libc.renameat2(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(new))
 
 
 def try_out(wraps: Wraps) -> None:

@@ -1,6 +1,7 @@
 """Properties of `vault.keyring`."""
 
 import base64
+import os
 import stat
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def test_an_existing_key_is_never_overwritten(tmp_path: Path) -> None:
         create(tmp_path / "link")
     assert before == path.read_bytes()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_key_whose_creation_was_broken_off_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half of a key in its place would keep vaultd from its next start."""
+
+    def fail(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(MasterKeyError, match="No space left"):
+            create(tmp_path / "key")
+    assert not (tmp_path / "key").exists()
+    create(tmp_path / "key")
+    assert ["key"] == [path.name for path in tmp_path.iterdir()]
+    load(tmp_path / "key", {})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o700])

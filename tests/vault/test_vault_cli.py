@@ -13,11 +13,14 @@ import pytest
 
 import wire
 from tests.client_certificates import DAY, Times, authority, key_pem
+from tests.vault.key_sources import Token
 from vault.cli import VaultPlaces, main
 from vault.grants import Grant, SecretBinding
-from vault.keyring import Keyring, MasterKeyError, create, next_file
+from vault.keyring import Keyring, MasterKeyError, create, next_file, source_of
 from vault.secret import Secret
 from vault.vaultd import Vault
+from vault.wrapping.asking import Wrapping
+from vault.wrapping.sources import KeySource, WrappingConfig
 
 CANARY = "canary-0c1e99"
 
@@ -199,3 +202,32 @@ async def test_no_new_master_key_is_made_for_a_vault_that_does_not_answer(tmp_pa
     console = Console(VaultPlaces(tmp_path / "nothing.sock", tmp_path / "key"))
     assert 1 == await console.run("rekey")
     assert not next_file(tmp_path / "key").exists()
+
+
+async def test_a_wrapped_key_is_made_once_and_replaced_by_another(tmp_path: Path) -> None:
+    """`init` and the first step of `rekey` with a token. An existing key is not asked about."""
+    token = Token(tmp_path)
+    places = VaultPlaces(tmp_path / "nothing.sock", token.file, None, token.wrapping())
+    try:
+        assert 0 == await Console(places).run("init")
+        assert KeySource.PKCS11 == source_of(token.file)
+        first = token.load().purpose("x")
+        token.lose()
+        console = Console(places)
+        assert 1 == await console.run("init")
+        assert "exists" in console.printed
+        token.file.unlink()
+        assert 1 == await console.run("init")
+        assert "no master key can be made" in console.printed
+        assert (32, False) == (len(first), token.file.exists())
+    finally:
+        token.close()
+
+
+@pytest.mark.parametrize("command", ["init", "rekey"])
+async def test_a_key_of_systemd_is_made_and_changed_by_systemd(vault: Any, command: str) -> None:
+    wrapping = Wrapping(WrappingConfig(KeySource.CREDENTIAL), vault.directory)
+    console = Console(VaultPlaces(vault.directory / "s", vault.directory / "key", None, wrapping))
+    assert 2 == await console.run(command)
+    assert "systemd has the master key" in console.printed
+    assert not (vault.directory / "key").exists()
