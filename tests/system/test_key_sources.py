@@ -7,8 +7,9 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from testbed.stack import Stack, StackError
 from tests.stacks import beside
 from tests.system.test_create_and_delete import until
 from tests.vault.key_sources import Transit
-from tests.vault.tokens import MODULE, ready
+from tests.vault.tokens import MODULE, SoftToken, ready
 from tests.vault.vault_server import VaultServer
 from vault.keyring import source_of
 from vault.wrapping.sources import KeySource
@@ -39,90 +40,76 @@ policies:
 
 
 class WithWrappedKey(Stack):
-    """A Sallyport with `more` in its settings file."""
+    """A Sallyport with the tables of both sources; new keys are of `source`."""
 
-    more = ""
+    source, tables = KeySource.PKCS11, ""
 
     @property
     def settings(self) -> str:
         self.policy = self.directory / "policies.yaml"
         self.policy.write_text(POLICY)
         self.policy.chmod(0o644)
-        return super().settings + self.more
+        return f'{super().settings}\n[sallyport.vault]\nkey_source = "{self.source}"\n{self.tables}'
+
+    @property
+    def key(self) -> Path:
+        return self.state / "vault" / "master-key"
+
+    def vaultd(self) -> int:
+        return daemons(self)["vault.vaultd"]
 
 
-class Served:
-    """A running server, and the actions on what wraps its key."""
+@dataclass
+class Setup:
+    """The server, and what wraps its key."""
 
-    def __init__(self, stack: Stack, source: KeySource, lose: Callable[[], None], regain: Callable[[], None]) -> None:
-        self.stack, self.source, self.lose, self.regain = stack, source, lose, regain
-        self.key = stack.state / "vault" / "master-key"
-
-    def pid(self) -> int:
-        return daemons(self.stack)["vault.vaultd"]
+    stack: WithWrappedKey
+    token: SoftToken
+    server: VaultServer
 
 
-@contextmanager
-def with_token(place: Path) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    token = ready(place / "token", VAULTD)
-    away = place / "away"
-    environment = ", ".join(f'{name} = "{value}"' for name, value in token.environment.items())
-    yield (
-        f"""
-[sallyport.vault]
-key_source = "pkcs11"
-[sallyport.vault.pkcs11]
-module = "{MODULE}"
-token_label = "sallyport"
-key_label = "master"
-pin_file = "{token.pin_file}"
-environment = {{{environment}}}
-""",
-        lambda: token.tokens.rename(away),
-        lambda: away.rename(token.tokens),
-    )
-
-
-@contextmanager
-def with_transit(place: Path) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    server = VaultServer(place)
-    try:
-        server.start()
-        (place / "source").mkdir()
-        transit = Transit(place / "source", server).config.transit
-        assert transit is not None
-        yield (
-            f"""
-[sallyport.vault]
-key_source = "transit"
-[sallyport.vault.transit]
-address = "{server.address}"
-ca_file = "{server.authority.path}"
-role = "{transit.server.role}"
-credential_file = "{place / "source" / "secret-id"}"
-key = "master"
-""",
-            server.seal,
-            server.unseal,
-        )
-    finally:
-        server.kill()
-
-
-@pytest.fixture(params=[with_token, with_transit], ids=["pkcs11", "transit"])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+@pytest.fixture(name="setup")
+def _setup() -> Iterator[Setup]:
+    value = secrets.token_urlsafe(30)
     with (
         tempfile.TemporaryDirectory(prefix="sallyport-key-") as name,
         pytest.MonkeyPatch.context() as patch,
+        ExitStack() as ends,
     ):
         place = Path(name)
         place.chmod(0o711)
-        value = secrets.token_urlsafe(30)
-        with request.param(place) as (more, lose, regain):
-            patch.setattr(WithWrappedKey, "more", more)
-            with beside(WithWrappedKey, "keys", Secrets(git="a:b", index="a:b", api=value)) as stack:
-                stack.sallyport("vault", "put", "api-token", "--host", API, stdin=value)
-                yield Served(stack, KeySource(more.split('"')[1]), lose, regain)
+        token = ready(place / "token", VAULTD)
+        server = VaultServer(place)
+        ends.callback(server.kill)
+        server.start()
+        (place / "source").mkdir()
+        transit = Transit(place / "source", server)
+        at = transit.config.transit
+        assert at is not None
+        environment = ", ".join(f'{key} = "{text}"' for key, text in token.environment.items())
+        patch.setattr(
+            WithWrappedKey,
+            "tables",
+            f"""
+[sallyport.vault.pkcs11]
+module = "{MODULE}"
+token_label = "{token.place.token}"
+key_label = "{token.place.key}"
+pin_file = "{token.pin_file}"
+environment = {{{environment}}}
+
+[sallyport.vault.transit]
+address = "{server.address}"
+ca_file = "{server.authority.path}"
+role = "{at.server.role}"
+credential_file = "{transit.credential}"
+key = "{at.key}"
+""",
+        )
+        with beside(WithWrappedKey, "keys", Secrets(git="a:b", index="a:b", api=value)) as stack:
+            assert isinstance(stack, WithWrappedKey)
+            stack.sallyport("vault", "put", "api-token", "--host", API, stdin=value)
+            yield Setup(stack, token, server)
 
 
 def answers(sandbox: SandboxSync) -> bool:
@@ -131,43 +118,70 @@ def answers(sandbox: SandboxSync) -> bool:
     return done.text.strip() == "200"
 
 
-def test_a_server_with_a_wrapped_key_serves_changes_the_key_and_starts_again(served: Served) -> None:
-    """Without the token, or with a sealed Vault, the server that runs goes on, and its files start no other one."""
-    stack = served.stack
-    assert served.source == source_of(served.key, VAULTD)
-    first = served.key.read_bytes()
-    assert f"ok    master key: {served.source}: {served.key} opens" in stack.sallyport("doctor")
-    loaded = Path(f"/proc/{served.pid()}/maps").read_text()
-    assert "softhsm" not in loaded
-    assert "pkcs11" not in loaded
-    sandbox = stack.create("runc")
+@contextmanager
+def sandbox_of(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
+    made = stack.create(runtime)
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.close()
+
+
+def check_without(stack: WithWrappedKey, sandbox: SandboxSync, reason: str) -> None:
+    """The server that runs goes on without what wraps its key; the key is not changed."""
+    before = stack.key.read_bytes()
+    assert answers(sandbox)
+    with pytest.raises(StackError, match=reason):
+        stack.sallyport("vault", "rekey")
+    assert [before] == [path.read_bytes() for path in stack.key.parent.glob("master-key*")]
+    assert answers(sandbox)
+
+
+def check_files_alone_start_nothing(stack: WithWrappedKey, reason: str) -> None:
+    with pytest.raises(StackError):
+        stack.start()
+    assert f"the master key does not open: {reason}" in stack.tail()
+
+
+def check_change(stack: WithWrappedKey, sandbox: SandboxSync, source: KeySource) -> None:
+    """The key is replaced under a sandbox that uses a secret, and a new vaultd opens the new one."""
+    before, former = stack.key.read_bytes(), stack.vaultd()
     assert answers(sandbox)
     stack.sallyport("vault", "rekey")
-    assert served.source == source_of(served.key, VAULTD)
-    assert first != served.key.read_bytes()
+    assert (source, True) == (source_of(stack.key, VAULTD), before != stack.key.read_bytes())
     assert answers(sandbox)
-    assert ["vault.rekey"] == [each["kind"] for each in stack.audit_records() if each["kind"] == "vault.rekey"]
-    former = served.pid()
     os.kill(former, signal.SIGKILL)
     assert until(lambda: daemons(stack).get("vault.vaultd", former) != former, 20)
     assert until(lambda: answers(sandbox), 30)
-    served.lose()
-    try:
-        assert answers(sandbox)
-        second = served.key.read_bytes()
-        with pytest.raises(StackError, match="no master key can be made"):
-            stack.sallyport("vault", "rekey")
-        assert second == served.key.read_bytes()
-        assert not served.key.with_name("master-key.next").exists()
-        assert answers(sandbox)
-        sandbox.kill()
-        stack.stop()
-        with pytest.raises(StackError):
-            stack.start()
-        assert "the master key does not open" in stack.log.read_text()
-    finally:
-        served.regain()
+
+
+def test_a_server_with_a_wrapped_key_serves_changes_the_key_and_starts_again(setup: Setup) -> None:
+    """With a token, then moved to Vault. Without them what runs goes on, and its files start no other server."""
+    stack, away = setup.stack, setup.token.tokens.with_name("away")
+    assert KeySource.PKCS11 == source_of(stack.key, VAULTD)
+    assert f"ok    master key: pkcs11: {stack.key} opens" in stack.sallyport("doctor")
+    loaded = Path(f"/proc/{stack.vaultd()}/maps").read_text()
+    assert [False, False] == [each in loaded for each in ("softhsm", "_pkcs11")]
+    with sandbox_of(stack, "runc") as sandbox:
+        check_change(stack, sandbox, KeySource.PKCS11)
+        setup.token.tokens.rename(away)
+        check_without(stack, sandbox, "no master key can be made")
+    stack.stop()
+    check_files_alone_start_nothing(stack, f"{MODULE} has no initialised token")
+    away.rename(setup.token.tokens)
+
+    stack.source = KeySource.TRANSIT
     stack.start()
-    again = stack.create("runsc")
-    assert answers(again)
-    again.kill()
+    with sandbox_of(stack, "runsc") as sandbox:
+        check_change(stack, sandbox, KeySource.TRANSIT)
+        setup.token.remove()
+        setup.server.seal()
+        check_without(stack, sandbox, "Vault is sealed")
+    stack.stop()
+    check_files_alone_start_nothing(stack, f"{setup.server.address}: Vault is sealed")
+    setup.server.unseal()
+    stack.start()
+    with sandbox_of(stack, "runc") as sandbox:
+        assert answers(sandbox)
+    assert 2 == [each["kind"] for each in stack.audit_records()].count("vault.rekey")
