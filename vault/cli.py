@@ -6,8 +6,9 @@ rekey`.
   header value is removed only when asked for.
 - Output holds names and metadata, never a value.
 
-`init` works on the key file; all others talk to the running vaultd, which answers uid 0 only. `rekey` makes a new key
-file, has the vault sealed with it, and puts it in the place of the old one. Repeated, it goes on where it stopped.
+`init` makes the key file; all others talk to the running vaultd, which answers uid 0 only. `rekey` makes a new key
+file, has the vault sealed with it, and puts it in the place of the old one. Repeated, it goes on where it stopped. The
+unwrapper (`vault.wrapping`) makes a key for a token or for Vault: this process never has it.
 """
 
 import argparse

@@ -168,7 +168,7 @@ def test_a_server_with_a_wrapped_key_serves_changes_the_key_and_starts_again(set
         setup.token.tokens.rename(away)
         check_without(stack, sandbox, "no master key can be made")
     stack.stop()
-    check_files_alone_start_nothing(stack, f"{MODULE} has no initialised token")
+    check_files_alone_start_nothing(stack, f"{MODULE} is no usable PKCS#11 module")  # SoftHSM without its directory
     away.rename(setup.token.tokens)
 
     stack.source = KeySource.TRANSIT

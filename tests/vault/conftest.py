@@ -206,6 +206,8 @@ class Daemons:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.admin: Any = None
         self.audit: Any = None
+        self.given: dict[str, int] = {}
+        """More descriptors for vaultd, by the variables with their numbers."""
         for part in ("audit", "vault", "run"):
             (path / part).mkdir(mode=0o700)
         (path / "run").chmod(0o755)
@@ -241,7 +243,12 @@ class Daemons:
     def spawn_vaultd(self, audit_fd: int) -> subprocess.Popen[bytes]:
         """Start a vaultd process with the configuration. The start can fail."""
         arguments = ["-c", LAUNCH, f"{self.path}/vault.json", str(self.uid)]
-        return self._spawn("vaultd", arguments, self.path / "run" / "vault.sock", audit_fd)
+        given = {"SALLYPORT_AUDIT_FD": audit_fd, **self.given}
+        return self._spawn("vaultd", arguments, self.path / "run" / "vault.sock", given)
+
+    def without_key_file(self) -> None:
+        """Have vaultd started with a key in `given` only."""
+        self._write("vault.json", {"directory": f"{self.path}/vault", "uids": [os.geteuid(), SERVE]})
 
     async def stop(self) -> None:
         """End both, also after an incomplete start."""
@@ -265,10 +272,10 @@ class Daemons:
         path.chmod(0o600)
 
     def _spawn(
-        self, name: str, arguments: list[str], path: Path, audit_fd: int | None = None
+        self, name: str, arguments: list[str], path: Path, given: dict[str, int] | None = None
     ) -> subprocess.Popen[bytes]:
         with (self.path / f"{name}-{len(self.processes)}.log").open("wb") as log, wire.bind_unix(path) as listener:
-            fds = {LISTEN_FD: listener.fileno()} | ({} if audit_fd is None else {"SALLYPORT_AUDIT_FD": audit_fd})
+            fds = {LISTEN_FD: listener.fileno(), **(given or {})}
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 stderr=log,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.vault.requests import ADMINISTRATION, ASK
 from vault.client import AdminClient, ReleaseRefusedError, VaultClient
 from vault.config import VaultConfig
 from vault.grants import Grant, SecretBinding
+from vault.keyring import KEY_FD, NEXT_KEY_FD, create
 from vault.secret import Secret
 from wire.api import vaultd
 from wire.errors import ConfigError
@@ -193,10 +195,54 @@ async def test_a_wrong_key_stops_the_start(daemons: Any) -> None:
     key.write_bytes(right)
 
 
+async def again(daemons: Any) -> None:
+    """End vaultd, and start it with what is in `given`."""
+    daemons.vaultd.terminate()
+    await asyncio.to_thread(daemons.vaultd.wait, 20)
+    await daemons.admin.close()
+    await daemons.start_vaultd()
+
+
+@pytest.mark.system
+async def test_a_credential_that_only_root_can_read_is_the_key(daemons: Any) -> None:
+    """hostd opens it, as systemd gives it to root. Beside a successor everything is sealed with that one."""
+    files = [daemons.path / name for name in ("credential", "credential-next")]
+    for file in files:
+        create(file)
+        file.chmod(0o400)
+    fds = [os.open(file, os.O_RDONLY) for file in files]
+    try:
+        for path in (daemons.path / "vault").iterdir():  # it was sealed with the key of a file
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        daemons.without_key_file()
+        daemons.given = {KEY_FD: fds[0]}
+        await again(daemons)
+        await daemons.admin.put("token", Secret(CANARY), BINDING)
+        await again(daemons)
+        assert ["token"] == [each.name for each in await daemons.admin.list_secrets()]
+        opened = [os.readlink(path) for path in Path(f"/proc/{daemons.vaultd.pid}/fd").iterdir()]
+        assert not [path for path in opened if "credential" in path]
+        daemons.given = {KEY_FD: fds[0], NEXT_KEY_FD: fds[1]}
+        await again(daemons)
+        daemons.given = {KEY_FD: fds[1]}
+        await again(daemons)
+        assert ["token"] == [each.name for each in await daemons.admin.list_secrets()]
+        daemons.vaultd.terminate()
+        await asyncio.to_thread(daemons.vaultd.wait, 20)
+        daemons.given = {KEY_FD: fds[0]}
+        near, far = socket.socketpair()
+        with near, far:
+            assert 78 == await asyncio.to_thread(daemons.spawn_vaultd(near.fileno()).wait, 20)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"nonsense": 1},
+        {"wrapping": {"source": "file"}},
         {"uids": []},
         {"uids": "0"},
         {"uids": [True]},
