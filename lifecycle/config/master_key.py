@@ -101,7 +101,7 @@ def state(settings: Settings) -> str:
     path, source = settings.master_key_file, KeySource(settings.get("sallyport.vault.key_source"))
     with wrapping_of(settings) as wraps:
         if not os.path.lexists(path):
-            if source in WRAPPING:
+            if source in WRAPPING and wraps.directory.exists():  # without it a refused PIN could not be noted
                 try_out(wraps)
             return f"{source}: the key is made at the first start"
         load(path, {}, wraps, wraps.user)
