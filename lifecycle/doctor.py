@@ -46,7 +46,7 @@ def diagnose(settings: Settings) -> list[Check]:
     remedy = "start PostgreSQL, or correct the DSN"
     own.append(_attempt("database", remedy, lambda: _database(settings)))
     remedy = "see docs/guides/wrap-the-master-key.md"
-    own.append(_attempt("master key", remedy, lambda: master_key.state(settings)))
+    own.append(_attempt("key", remedy, lambda: master_key.state(settings)))
     if running is not None:
         return [Check("server", True, "running"), *running, *own]
     remedy = "end the program that listens there, or set server.host and server.port"

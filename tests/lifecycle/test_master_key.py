@@ -75,6 +75,6 @@ def test_doctor_has_a_line_for_the_key(token: SoftToken, monkeypatch: pytest.Mon
     master_key.make_directories(settings(token))
     token.write_pin("905317")
     lines = {check.name: check for check in doctor.diagnose(settings(token))}
-    assert not lines["master key"].ok
-    assert "refuses the PIN" in lines["master key"].line()
-    assert "docs/guides/wrap-the-master-key.md" in lines["master key"].line()
+    assert not lines["key"].ok
+    assert "refuses the PIN" in lines["key"].line()
+    assert "docs/guides/wrap-the-master-key.md" in lines["key"].line()

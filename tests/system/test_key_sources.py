@@ -160,7 +160,7 @@ def test_a_server_with_a_wrapped_key_serves_changes_the_key_and_starts_again(set
     """With a token, then moved to Vault. Without them what runs goes on, and its files start no other server."""
     stack, away = setup.stack, setup.token.tokens.with_name("away")
     assert KeySource.PKCS11 == source_of(stack.key, VAULTD)
-    assert f"ok    master key: pkcs11: {stack.key} opens" in stack.sallyport("doctor")
+    assert f"ok    key: pkcs11: {stack.key} opens" in stack.sallyport("doctor")
     loaded = Path(f"/proc/{stack.vaultd()}/maps").read_text()
     assert [False, False] == [each in loaded for each in ("softhsm", "_pkcs11")]
     with sandbox_of(stack, "runc") as sandbox:
