@@ -447,6 +447,13 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         count=3,
         actor="uid:0",
     ),
+    "vault.keep": _kind(
+        "An issuer replaced the refresh token behind a token of the settings. vaultd stored the new one. `deny`: it "
+        "could not, and no access token is obtained until it can.",
+        ("secret", "code", "reason"),
+        "info",
+        secret="token://crm",  # noqa: S106 - a name
+    ),
     "vault.intermediate": _kind(
         "A worker is about to get an intermediate certificate of its sandbox's CA.",
         ("target_generation",),

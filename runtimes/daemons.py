@@ -482,7 +482,7 @@ class Daemons:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for name in ("serve", "zygote", "compiler", "vaultd", "fetcher", "auditd"):
+        for name in ("serve", "zygote", "compiler", "fetcher", "vaultd", "auditd"):
             if (client := self._clients.pop(name, None)) is not None:
                 await client.close()
             if (daemon := self._supervised.pop(name, None)) is not None:

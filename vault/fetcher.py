@@ -7,6 +7,7 @@ vaultd asks it for one reference at a time, on the socket that hostd binds. host
   each caller.
 - It hardens itself before it reads the first credential: not dumpable, no core, no new privileges, bounded descriptors.
 - At most `MOST_READS` calls are under way. Each ends after `READ_SECONDS`.
+- vaultd keeps refresh tokens that issuers replace: the fetcher asks it on the connection that vaultd has made.
 - On SIGTERM it gives back what the backends made. When hostd's channel ends it ends at once and gives nothing back,
   because vaultd and its workers go on: their leases run out, and the next fetcher gets new ones.
 - Lines on stderr have references, and never a value.
@@ -33,7 +34,7 @@ from vault.stores.command import CommandBackend
 from vault.stores.supplied import SuppliedBackend
 from vault.supply import HostSupplier, connect
 from wire.api import fetcher
-from wire.api.fetcher import BackendState, BackendStates, Fault, Fetched, Problem, Reading
+from wire.api.fetcher import BackendState, BackendStates, Fault, Fetched, KeptToken, Problem, Reading
 from wire.api.vaultd import Value
 from wire.errors import ConfigError
 from wire.frames import close_all
@@ -42,6 +43,7 @@ from wire.serving import handler
 CONTROL_FD: Final = "SALLYPORT_CONTROL_FD"
 READ_SECONDS: Final = 7.0
 CLOSE_SECONDS: Final = 5.0
+KEEP_SECONDS: Final = 5.0
 MOST_READS: Final = 32
 _MOST_DESCRIPTORS: Final = 512
 EXIT_CONFIG: Final = 78
@@ -52,19 +54,23 @@ _log = logging.getLogger("fetcher")
 class Backends:
     """All configured backends, and vaultd's requests to them."""
 
-    def __init__(self, backends: Mapping[BackendKind, Backend], seconds: float = READ_SECONDS) -> None:
+    def __init__(
+        self, backends: Mapping[BackendKind, Backend], keeper: "VaultKeeper", seconds: float = READ_SECONDS
+    ) -> None:
         self._backends = backends
+        self._keeper = keeper
         self._seconds = seconds
         self._reads = asyncio.Semaphore(MOST_READS)
 
     async def handle(
         self,
-        _client: wire.Client,
+        client: wire.Client,
         request: fetcher.Fetch | fetcher.Release | fetcher.Examine,
         fds: list[int],
     ) -> Fetched | BackendStates | None:
         """Answer one request of `wire.api.fetcher.SOCKET`."""
         close_all(fds)
+        self._keeper.use(client)
         match request:
             case fetcher.Fetch():
                 return await self.fetch(request.reference, request.sandbox)
@@ -137,6 +143,39 @@ class Backends:
         return BackendState(str(kind), backend.about, problem)
 
 
+class VaultKeeper:
+    """Has vaultd keep refresh tokens; see `vault.stores.refresh_tokens.Keeper`.
+
+    It asks on the connection of vaultd's last request.
+    """
+
+    def __init__(self) -> None:
+        self._client: wire.Client | None = None
+
+    def use(self, client: wire.Client) -> None:
+        """Use this connection from now on. Its other end is vaultd."""
+        self._client = client
+
+    async def recall(self, name: str) -> KeptToken | None:
+        """See `Keeper`."""
+        return (await self._ask(fetcher.Recall(name))).kept
+
+    async def keep(self, name: str, kept: KeptToken) -> None:
+        """See `Keeper`."""
+        await self._ask(fetcher.Keep(name, kept))
+
+    async def _ask[Answer](self, request: wire.Request[Answer]) -> Answer:
+        try:
+            if self._client is None:
+                raise ConnectionError
+            return await self._client.ask(request, timeout=KEEP_SECONDS)
+        except wire.RemoteError as error:
+            reason = f"vaultd cannot keep the issuer's new refresh token: {error}"
+        except (OSError, wire.FrameError):
+            reason = "vaultd does not answer, and has to keep the refresh token"
+        raise NoValueError(Fault.FAILED, reason)
+
+
 def unconfigured(kind: BackendKind) -> Problem:
     """Return the problem of a backend that the operator has not configured."""
     key = {
@@ -149,7 +188,7 @@ def unconfigured(kind: BackendKind) -> Problem:
     return Problem(Fault.UNCONFIGURED, f"no backend {kind}:// is configured: set {key}")
 
 
-def backends_of(config: FetcherConfig, supplier: HostSupplier) -> dict[BackendKind, Backend]:
+def backends_of(config: FetcherConfig, supplier: HostSupplier, keeper: VaultKeeper) -> dict[BackendKind, Backend]:
     """Return the configured backends."""
     found: dict[BackendKind, Backend] = {}
     if config.environment:
@@ -163,7 +202,7 @@ def backends_of(config: FetcherConfig, supplier: HostSupplier) -> dict[BackendKi
     if config.tokens:
         from vault.stores.tokens import TokenBackend  # for the same reason
 
-        found[BackendKind.TOKEN] = TokenBackend(config.tokens, supplier, config.refresh_seconds, config.roots)
+        found[BackendKind.TOKEN] = TokenBackend(config.tokens, supplier, config.refresh_seconds, config.roots, keeper)
     if config.hashicorp is not None:
         from vault.stores.hvac.backend import HvacBackend  # hvac takes 30 MB, which other backends do not need
 
@@ -175,7 +214,8 @@ async def run(config: FetcherConfig, control: socket.socket, listener: socket.so
     """Serve until SIGTERM, SIGINT or the end of hostd's channel."""
     supplier = HostSupplier()
     host = await connect(control, supplier)
-    backends = Backends(backends_of(config, supplier))
+    keeper = VaultKeeper()
+    backends = Backends(backends_of(config, supplier, keeper), keeper)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -8,13 +8,14 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import wire
 from vault.stores.port import StoreError
 from wire.api import fetcher
 from wire.api.fetcher import BackendState, Fault, Problem, Reading
 from wire.operations import Request
+from wire.serving import Handler, handler
 
 FETCH_SECONDS = 8.0
 _CODES = {
@@ -81,10 +82,11 @@ class FetcherPlace:
 
 
 class FetcherClient:
-    """See `FetcherPort`."""
+    """See `FetcherPort`. `keeping` answers what the fetcher asks on the connection (`wire.api.fetcher.KEEPING`)."""
 
-    def __init__(self, place: FetcherPlace, seconds: float = FETCH_SECONDS) -> None:
+    def __init__(self, place: FetcherPlace, keeping: Handler[Any], seconds: float = FETCH_SECONDS) -> None:
         self._place = place
+        self._handler = handler(fetcher.KEEPING, keeping)
         self._seconds = seconds
         self._client: wire.Client | None = None
         self._connecting = asyncio.Lock()
@@ -126,5 +128,5 @@ class FetcherClient:
     async def _connected(self) -> wire.Client:
         async with self._connecting:
             if self._client is None or self._client.closed.is_set():
-                self._client = await wire.Client.connect(self._place.socket, self._place.uid)
+                self._client = await wire.Client.connect(self._place.socket, self._place.uid, self._handler)
             return self._client

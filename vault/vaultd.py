@@ -9,6 +9,7 @@ and `channels` (the workers).
 - There is one of it: a lock on the directory is held. A directory sealed with another key is refused, untouched; so is
   one that is older than its head.
 - Where the master key has a successor, everything is sealed with that one before anything is answered.
+- The fetcher asks on vaultd's connection to it, and only for the refresh tokens that vaultd keeps for it.
 - When auditd's channel ends this process ends, with status 75: its supervisor starts it again with a new channel.
 - Lines on stderr hold names, never a value.
 """
@@ -36,6 +37,7 @@ from vault.fetching import FetcherClient, NoFetcher
 from vault.freeze import Freezes
 from vault.hardening import NOT_LOCKED, harden
 from vault.head import HeadError, StoreHead
+from vault.kept_tokens import KeepingOperations, KeptTokens
 from vault.keyring import ENVIRONMENT, KEY_FD, NEXT_ENVIRONMENT, NEXT_KEY_FD, Keyring, MasterKeyError, load, source_of
 from vault.operations import VaultOperations
 from vault.readings import Readings
@@ -93,7 +95,9 @@ class Vault:
             sandboxes = part(directory / "sandboxes", "sandboxes", adopt=older)
             lineages = part(directory / "lineages", "lineages", adopt=older)
             budgets = part(directory / "budgets", "budgets", adopt=older)
-            self._parts = (lineages, sandboxes, self.store.directory, budgets, self._root)
+            tokens = part(directory / "tokens", "tokens", adopt=older)
+            self.kept_tokens = KeptTokens(tokens)
+            self._parts = (lineages, sandboxes, self.store.directory, budgets, tokens, self._root)
             if older:
                 for each in (lineages, sandboxes, self.store.directory):
                     each.adopt()
@@ -140,7 +144,8 @@ async def run(config: VaultConfig, keyring: Keyring, audit_fd: int, head: StoreH
     if vault.store.damaged:
         _log.error("damaged secrets, refused until deleted: %s", ", ".join(vault.store.damaged))
     audit = AuditClient.from_fd(audit_fd)
-    fetcher = NoFetcher() if config.fetcher is None else FetcherClient(config.fetcher)
+    keeping = KeepingOperations(vault.kept_tokens, audit)
+    fetcher = NoFetcher() if config.fetcher is None else FetcherClient(config.fetcher, keeping.handle)
     readings = Readings(fetcher, vault.custody, time.monotonic)
     channels = Channels(vault.custody, Sources(vault.custody, readings), audit)
     readings.changed = channels.revoke_everywhere

@@ -899,9 +899,9 @@ class SettingsModel(BaseModel):
     sallyport_vault_tokens: Tokens = _key(
         "sallyport.vault.tokens",
         [],
-        "tokens that a policy may name as `token://NAME`: tables with `name`, `kind` (`client-credentials`, `jwt`, "
-        "`github-app`), `credential` (`env://NAME` or `file://NAME`), and by kind `url`, `client`, `audience`, "
-        "`scope`, `subject`, `key_id`, `installation`, `seconds`",
+        "tokens that a policy may name as `token://NAME`: tables with `name`, `kind` (`client-credentials`, "
+        "`refresh-token`, `jwt`, `github-app`), `credential` (`env://NAME` or `file://NAME`), and by kind `url`, "
+        "`client`, `client_secret`, `audience`, `scope`, `subject`, `key_id`, `installation`, `seconds`",
     )
     sallyport_vault_hashicorp_address: VaultAddress = _key(
         "sallyport.vault.hashicorp.address",

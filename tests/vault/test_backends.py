@@ -26,6 +26,7 @@ from tests.vault.backends import (
     EnvironmentWorld,
     FileWorld,
     OldVaultWorld,
+    RefreshWorld,
     SealedWorld,
     TokenWorld,
     VaultWorld,
@@ -38,7 +39,7 @@ from wire.api import vaultd
 from wire.api.fetcher import Material
 
 FIRST, SECOND = "canary-first-51c0", "canary-second-77ab"
-LOCAL: list[type[BackendWorld]] = [EnvironmentWorld, FileWorld, CommandWorld, TokenWorld]
+LOCAL: list[type[BackendWorld]] = [EnvironmentWorld, FileWorld, CommandWorld, TokenWorld, RefreshWorld]
 REAL: list[type[VaultWorld]] = [VaultWorld, OldVaultWorld]
 BACKENDS = [*LOCAL, *(pytest.param(world, marks=pytest.mark.system) for world in REAL)]
 WORLDS = [SealedWorld, *BACKENDS]

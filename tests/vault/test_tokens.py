@@ -1,6 +1,7 @@
 """`token://`: tokens that the fetcher obtains. The issuers are stand-ins that check as their specifications say.
 
-The properties that it shares with other backends are in `test_backends.py`.
+The properties that it shares with other backends are in `test_backends.py`. Refresh tokens are in
+`test_refresh_tokens.py`.
 """
 
 import base64
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from policy.references import BackendKind, SecretReference
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority
+from vault.fetcher import VaultKeeper
 from vault.secret import Secret
 from vault.stores import tokens
 from vault.stores.backend import BackendValue, NoValueError
@@ -62,7 +64,8 @@ def source(kind: TokenKind, port: int = 1, **more: Any) -> TokenSource:
 
 
 def backend(of: TokenSource, authority: Authority | None = None, content: str = CANARY) -> TokenBackend:
-    return TokenBackend({"api": of}, Supplier(content), 60, "" if authority is None else str(authority.path))
+    roots = "" if authority is None else str(authority.path)
+    return TokenBackend({"api": of}, Supplier(content), 60, roots, VaultKeeper())
 
 
 async def read(tested: TokenBackend) -> BackendValue:

@@ -51,6 +51,12 @@ WRONG: dict[str, Callable[[], object]] = {
     "a value with a problem": lambda: fetcher.Fetched(
         fetcher.Reading(vaultd.Value("v"), 1, 1, True), fetcher.Problem(fetcher.Fault.FAILED, "")
     ),
+    "a refresh token of no origin": lambda: fetcher.KeptToken("0" * 63, vaultd.Value("v")),
+    "an empty refresh token": lambda: fetcher.KeptToken("0" * 64, vaultd.Value("")),
+    "a long refresh token": lambda: fetcher.KeptToken("0" * 64, vaultd.Value("é" * 8193)),
+    "a refresh token for a path": lambda: fetcher.Keep("../x", fetcher.KeptToken("0" * 64, vaultd.Value("v"))),
+    "the refresh token of a path": lambda: fetcher.Recall("a/b"),
+    "the refresh token of a long name": lambda: fetcher.Recall("x" * 129),
     "a long reason": lambda: fetcher.Problem(fetcher.Fault.FAILED, "x" * 301),
     "a long reference": lambda: fetcher.Fetch("x" * 257, "sbx-1"),
     "a reference for a path": lambda: fetcher.Fetch("env://A", "../x"),

@@ -1,8 +1,10 @@
-"""What vaultd asks the fetcher (`SOCKET`), what the fetcher asks hostd (`REPORTS`), and what hostd passes (`CONTROL`).
+"""What vaultd asks the fetcher (`SOCKET`), and the fetcher vaultd on the same connection (`KEEPING`); what the fetcher
+asks hostd (`REPORTS`), and what hostd passes (`CONTROL`).
 
 The fetcher speaks to the backends of secrets. It has no master key and no sealed secret.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -14,6 +16,9 @@ from wire.operations import Done, Operations, Request
 MOST_SECONDS: Final = 7 * 24 * 3600
 _MOST_REFERENCE: Final = 256
 _MOST_REASON: Final = 300
+MOST_KEPT_BYTES: Final = 16 * 1024
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class Fault(StrEnum):
@@ -126,6 +131,52 @@ class Examine(Request[BackendStates]):
     """Ask each configured backend whether it can be used now."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptToken:
+    """A refresh token that its issuer gave in place of the operator's.
+
+    `origin` is the digest of what it descends from: the operator's credential, the client and the issuer's URL. A
+    token of another origin is not used.
+    """
+
+    origin: str
+    token: Value = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.origin):
+            raise ValueError("an origin is a SHA-256 in hexadecimal")
+        if not 0 < len(self.token.text.encode()) <= MOST_KEPT_BYTES:
+            raise ValueError(f"a refresh token has from 1 to {MOST_KEPT_BYTES} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What vaultd keeps for a token of the settings; None: nothing that can be used."""
+
+    kept: KeptToken | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recall(Request[Recalled]):
+    """Ask for the refresh token that vaultd keeps for a token of the settings."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Request[Done]):
+    """Keep a refresh token in place of the former one. It is on disk before the answer."""
+
+    name: str
+    kept: KeptToken
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
+
 class Material(StrEnum):
     """What hostd opens for the fetcher, which cannot read it itself."""
 
@@ -158,6 +209,12 @@ def _bounded(text: str) -> None:
         raise ValueError(f"at most {_MOST_REFERENCE} characters")
 
 
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError("not the name of a token")
+
+
 SOCKET: Final = Operations(Fetch, Release, Examine)
+KEEPING: Final = Operations(Recall, Keep)
 REPORTS: Final = Operations(Open)
 CONTROL: Final = Operations(Supply)

@@ -31,6 +31,7 @@ from tests.client_certificates import Issued, authority, key_pem
 from tests.postgresql import Cluster, running
 from tests.stacks import beside
 from tests.system.backends.mirror_server import Mirror, mirroring
+from tests.vault.authorization_server import AuthorizationServer
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority, VaultServer
 from vault.client import AdminClient
@@ -46,6 +47,9 @@ SOURCES = {
     "kv": "vault://kv/agents/api#token",
     "token": "token://api-token",
 }
+LOGIN = "token://login"
+TOKEN_SECONDS = 12
+"""An access token of that one is obtained again after five seconds."""
 ROTATED = "vault://kv/agents/rotated#token"
 FIRSTS = 5
 """Sandboxes for each kind of secret, in the measurement of first requests."""
@@ -119,7 +123,7 @@ _EVERY_KIND = f"""
 
 
 class WithBackends(Stack):
-    """A Sallyport with each backend. `more` is added to its settings file; `issuer` is the authority of tokens."""
+    """A Sallyport with each backend. `more` is added to its settings file; `issuer` has the authorities of tokens."""
 
     more, issuer = "", Path("/nonexistent")
 
@@ -130,6 +134,7 @@ class WithBackends(Stack):
         for number in range(FIRSTS):
             names[f"first-kv-{number}"] = API, f"vault://kv/agents/first-{number}#token", "bearer", STATUS
             names[f"first-sealed-{number}"] = API, f"first-{number}", "bearer", STATUS
+        names["refreshed"] = REGISTRY, LOGIN, "bearer", STATUS
         rules = [
             _RULE.format(name=name, host=host, secret=secret, kind=kind, other=other)
             for name, (host, secret, kind, other) in names.items()
@@ -192,6 +197,7 @@ class Setup:
     database: Cluster
     mirror: Mirror
     canaries: Canaries = field(repr=False)
+    issuer: AuthorizationServer
 
     def arrived(self, mark: str) -> list[dict[str, Any]]:
         """Return the requests of a mark that reached their server."""
@@ -224,7 +230,12 @@ def backed() -> Iterator[Setup]:
             path.chmod(0o444 if path.parent == place else 0o400)
         issuer = place / "issuer"
         issuer.mkdir()
-        tokens = Authority(issuer, "issuer")
+        tokens, logins = Authority(issuer, "issuer"), AuthorizationServer(issuer, TOKEN_SECONDS)
+        servers.callback(logins.kill)
+        roots = issuer / "roots.pem"
+        roots.write_text(tokens.path.read_text() + logins.authority.path.read_text())
+        file.with_name("login").write_text(logins.log_in("confidential") + "\n")
+        file.with_name("client-secret").write_text(logins.secret + "\n")
         port = servers.enter_context(https(tokens, _issuer({"c": (value, value), **_oauth(canaries)}, canaries)))
         fill(server, value, canaries)
         role, _ = server.app_role()
@@ -232,7 +243,7 @@ def backed() -> Iterator[Setup]:
         server.ask("POST", "auth/approle/role/sallyport/custom-secret-id", metadata="{}", **chosen)
         credential.write_text(canaries.values["secret id"] + "\n")
         credential.chmod(0o400)
-        patch.setattr(WithBackends, "issuer", tokens.path)
+        patch.setattr(WithBackends, "issuer", roots)
         patch.setattr(
             WithBackends,
             "more",
@@ -259,6 +270,14 @@ kind = "client-credentials"
 client = "oauth"
 credential = "env://CANARY_OAUTH"
 url = "https://127.0.0.1:{port}/token"
+
+[[sallyport.vault.tokens]]
+name = "login"
+kind = "refresh-token"
+client = "confidential"
+client_secret = "file://client-secret"
+credential = "file://login"
+url = "{logins.url}"
 
 [[sallyport.vault.tokens]]
 name = "jwt"
@@ -294,7 +313,7 @@ allowed = ["kv/agents/*", "database/creds/agents-*"]
         certificate = internet.directory / f"{REGISTRY}.pem"
         mirror = servers.enter_context(mirroring(netns, REGISTRY_ADDRESS, certificate, canaries.root.pem))
         asyncio.run(seal(stack, value, canaries))
-        yield Setup(stack, server, value, file, database, mirror, canaries)
+        yield Setup(stack, server, value, file, database, mirror, canaries, logins)
 
 
 async def seal(stack: Stack, value: str, canaries: Canaries) -> None:
