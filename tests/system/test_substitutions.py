@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -125,7 +126,7 @@ def test_an_http2_request_gets_the_secrets_in_the_same_places(placed: Placed) ->
     requests = [(list(map(list, fields.items())), body)]
     cases = {"it": {"address": ADDRESSES[API], "port": 443, "sni": API, "requests": requests}}
     files = placed.sandbox.files
-    files.write_file("/tmp/h2.zip", _libraries())
+    files.write_file("/tmp/h2.zip", packed(h2, hpack, hyperframe))
     files.write_file("/tmp/h2_client.py", Path(str(h2_client.__file__)).read_text())
     files.write_file("/tmp/h2.json", json.dumps(cases))
     done = placed.sandbox.commands.run("PYTHONPATH=/tmp/h2.zip python3 /tmp/h2_client.py </tmp/h2.json")
@@ -138,14 +139,15 @@ def test_an_http2_request_gets_the_secrets_in_the_same_places(placed: Placed) ->
     assert {"token": placed.value} == json.loads(note["body"])
 
 
-def _libraries() -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for package in (h2, hpack, hyperframe):
+def packed(*packages: ModuleType) -> bytes:
+    """Return a zip archive of Python packages, which an interpreter can import."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for package in packages:
             root = Path(str(package.__file__)).parent
             for path in root.rglob("*.py"):
                 archive.write(path, path.relative_to(root.parent))
-    return packed.getvalue()
+    return content.getvalue()
 
 
 def test_another_host_receives_the_placeholder(placed: Placed) -> None:

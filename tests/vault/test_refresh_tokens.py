@@ -227,6 +227,18 @@ async def test_a_new_refresh_token_that_cannot_be_kept_is_a_fault(local: Refresh
     assert 1 == len(local.stand_in.forms)
 
 
+@pytest.mark.parametrize("answer", [{"token_type": "mac"}, {"access_token": None}, {"expires_in": 1}], ids=repr)
+async def test_a_new_refresh_token_is_kept_also_if_its_access_token_is_no_good(
+    local: RefreshWorld, answer: dict[str, object]
+) -> None:
+    former = dict(local.stand_in.answer)
+    local.stand_in.answer |= answer
+    await problem(local)
+    local.stand_in.answer = former
+    await local.restart_fetcher()
+    assert local.issuer.active(await local.obtained())
+
+
 @pytest.mark.parametrize("token", [None, ""])
 async def test_an_issuer_that_does_not_rotate_gets_the_same_refresh_token(
     local: RefreshWorld, token: str | None
