@@ -64,6 +64,11 @@ async def _local(short_path: Path) -> AsyncIterator[RefreshWorld]:
     await world.stop()
 
 
+def full(*_: object) -> None:
+    """Fail like a write to a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 async def problem(world: RefreshWorld) -> Problem:
     """Return why no access token is obtained."""
     with pytest.raises(BackendError) as caught:
@@ -135,9 +140,6 @@ async def test_a_refused_refresh_token_says_what_to_do_and_a_new_login_wins(worl
 async def test_without_a_place_for_the_new_refresh_token_no_access_token_is_used(
     world: RefreshWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     await world.obtained()
     with monkeypatch.context() as patch:
         patch.setattr(SealedDirectory, "write", full)
@@ -169,6 +171,17 @@ async def test_a_new_refresh_token_is_kept_also_if_no_caller_waits_for_it(local:
     await asyncio.sleep(0)
     local.stand_in.pass_on.set()
     await closing
+    await local.restart_fetcher()
+    assert local.issuer.active(await local.obtained())
+
+
+async def test_at_its_end_the_fetcher_has_the_last_refresh_token_kept(
+    local: RefreshWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(SealedDirectory, "write", full)
+        await problem(local)
+    await local.backends.close()
     await local.restart_fetcher()
     assert local.issuer.active(await local.obtained())
 
