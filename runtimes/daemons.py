@@ -475,7 +475,7 @@ class Daemons:
             self._listener = None
 
     async def stop(self) -> None:
-        """End all daemons in a fixed order."""
+        """End all daemons in a fixed order: vaultd keeps what the fetcher still obtains, auditd records what all do."""
         if self._references is not None:
             await self._references.close()
         for task in (self._renewal, self._attaching, *self._looking.values()):

@@ -234,6 +234,11 @@ def _tokens(value: Any) -> tuple[tuple[str, TokenSource], ...]:
             if key not in TokenSource.__dataclass_fields__ or type(each) is not (int if key == "seconds" else str):
                 raise ValueError("a token has no such key, or not with such a value")
         tokens[name] = TokenSource(TokenKind(kind), **given)
+    logins = [source.credential for source in tokens.values() if source.kind is TokenKind.REFRESH_TOKEN]
+    if len(logins) != len(set(logins)):
+        raise ValueError(
+            "two tokens have the same refresh token: log in for each, as issuers revoke a token that is used twice"
+        )
     return tuple(tokens.items())
 
 

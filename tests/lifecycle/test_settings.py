@@ -44,6 +44,7 @@ OTHER_ROUTE_KEY = base64.b64encode(b"another key of signed routes").decode()
 
 
 TOKEN = "{name = 'x', kind = 'jwt', client = 'i', audience = 'a', credential = 'env://A'}"
+LOGIN = "{name = 'login', kind = 'refresh-token', client = 'c', url = 'https://i.test/', credential = 'env://A'}"
 
 
 def settings(text: str = "", **environment: str) -> Settings:
@@ -101,6 +102,7 @@ def settings(text: str = "", **environment: str) -> Settings:
         ("[sallyport.vault]\ntokens = [{name = 'x', kind = 'jwt'}]", "sallyport.vault.tokens"),
         ("[sallyport.vault]\ntokens = [{name = 'x', kind = 'saml', credential = 'env://A'}]", "kind is one of"),
         (f"[sallyport.vault]\ntokens = [{', '.join(2 * [TOKEN])}]", "a name of its own"),
+        (f"[sallyport.vault]\ntokens = [{LOGIN}, {LOGIN.replace('login', 'other')}]", "the same refresh token"),
         (f"[sallyport.vault]\ntokens = [{TOKEN.replace('}', ', secret = 1}')}]", "no such key"),
         (f"[sallyport.vault]\ntokens = [{TOKEN.replace('}', ', seconds = true}')}]", "not with such a value"),
         (f"[sallyport.vault]\ntokens = [{TOKEN.replace('env://A', 'plain')}]", "credential is env://NAME or"),
@@ -258,7 +260,10 @@ environment = ["A"]
 file_directories = ["/run/credentials/sallyport.service"]
 commands = [{name = "c", argv = ["/bin/true"], env = {B = "env://A"}}]
 refresh_seconds = 5
-tokens = [{name = "t", kind = "jwt", client = "i", audience = "a", credential = "env://A"}]
+tokens = [
+  {name = "t", kind = "jwt", client = "i", audience = "a", credential = "env://A"},
+  {name = "u", kind = "refresh-token", client = "c", client_secret = "env://A", url = "https://i.test/", credential = "env://B"},
+]
 
 [sallyport.vault.hashicorp]
 address = "https://vault.example.com:8200/"
@@ -279,7 +284,10 @@ def test_the_fetcher_is_told_names_and_hostd_what_to_open(short: Path, tmp_path:
     read_ = FetcherConfig.read(path)
     assert (700000002, 5, 1, 1) == (read_.vaultd, read_.refresh_seconds, read_.environment, read_.file_directories)
     assert {"c": Command(("/bin/true",), {"B": "env://A"})} == read_.commands
-    assert {"t": TokenSource(TokenKind.JWT, "env://A", client="i", audience="a")} == read_.tokens
+    assert {
+        "t": TokenSource(TokenKind.JWT, "env://A", client="i", audience="a"),
+        "u": TokenSource(TokenKind.REFRESH_TOKEN, "env://B", "https://i.test/", "c", client_secret="env://A"),
+    } == read_.tokens
     assert str(configured.upstream_roots) == read_.roots
     assert read_.hashicorp is not None
     assert ("https://vault.example.com:8200", Auth.APPROLE) == (read_.hashicorp.address, read_.hashicorp.auth)
