@@ -16,13 +16,23 @@ const client = {
 const provider = new Provider(`https://127.0.0.1:${port}`, {
   clients: [
     { ...client, client_id: "public", token_endpoint_auth_method: "none" },
-    { ...client, client_id: "confidential", client_secret: secret, token_endpoint_auth_method: "client_secret_basic" },
+    {
+      ...client,
+      client_id: "confidential",
+      client_secret: secret,
+      grant_types: [...client.grant_types, "client_credentials"],
+      token_endpoint_auth_method: "client_secret_basic",
+    },
   ],
-  features: { introspection: { enabled: true, allowedPolicy: () => true }, revocation: { enabled: true } },
+  features: {
+    clientCredentials: { enabled: true },
+    introspection: { enabled: true, allowedPolicy: () => true },
+    revocation: { enabled: true },
+  },
   findAccount: (_context, id) => ({ accountId: id, claims: () => ({ sub: id }) }),
   issueRefreshToken: () => true,
   rotateRefreshToken: true,
-  ttl: { AccessToken: Number(seconds) },
+  ttl: { AccessToken: Number(seconds), ClientCredentials: Number(seconds) },
 });
 createServer({ cert: readFileSync(certificate), key: readFileSync(key) }, provider.callback()).listen(
   Number(port),

@@ -11,7 +11,7 @@ import secrets
 import signal
 import subprocess
 from pathlib import Path
-from urllib.parse import parse_qs, urljoin, urlsplit
+from urllib.parse import parse_qs, quote, urljoin, urlsplit
 
 import pytest
 import requests
@@ -32,7 +32,7 @@ class AuthorizationServer:
         if not clients:
             pytest.fail("SALLYPORT_CLIENTS names no directory: ./run test fills it", pytrace=False)
         self.authority = Authority(directory, "authorization-server")
-        self.secret = secrets.token_urlsafe(24)
+        self.secret = "secret/+&%" + secrets.token_urlsafe(24)
         certificate, key = self.authority.issue()
         self._port = free_port()
         arguments = (f"{clients}/npm", certificate, key, str(self._port), str(seconds), self.secret)
@@ -81,24 +81,25 @@ class AuthorizationServer:
     def active(self, token: str) -> bool:
         """Whether the server accepts an access token."""
         with self._session() as session:
-            answer = session.post(
-                self._at("/token/introspection"), data={"token": token}, auth=("confidential", self.secret)
-            )
+            answer = session.post(self._at("/token/introspection"), data={"token": token}, auth=self._login)
         return answer.json()["active"] is True
 
     def revoke(self, token: str) -> None:
         """Revoke the login of an access token, as an administrator does."""
         with self._session() as session:
-            login = ("confidential", self.secret)
-            answer = session.post(self._at("/token/revocation"), data={"token": token}, auth=login)
+            answer = session.post(self._at("/token/revocation"), data={"token": token}, auth=self._login)
         assert answer.status_code == 200
 
     def _exchange(self, client: str, code: str, verifier: str) -> str:
         form = {"grant_type": "authorization_code", "code": code, "redirect_uri": _BACK, "code_verifier": verifier}
-        login = ("confidential", self.secret) if client == "confidential" else None
+        login = self._login if client == "confidential" else None
         with self._session() as session:
             answer = session.post(self.url, data=form if login else {**form, "client_id": client}, auth=login)
         return str(answer.json()["refresh_token"])
+
+    @property
+    def _login(self) -> tuple[str, str]:
+        return "confidential", quote(self.secret, safe="")  # RFC 6749, 2.3.1
 
     def _session(self) -> requests.Session:
         session = requests.Session()

@@ -8,6 +8,7 @@ import base64
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from policy.references import BackendKind, SecretReference
+from tests.vault.authorization_server import SECONDS, AuthorizationServer
 from tests.vault.stand_in import https, send
 from tests.vault.vault_server import Authority
 from vault.fetcher import VaultKeeper
@@ -119,6 +121,22 @@ async def test_client_credentials_give_a_token_that_is_kept_for_three_quarters_o
         await tested.close()
     form = {"grant_type": ["client_credentials"], "scope": ["read write"], "audience": ["api"]}
     assert [form] * 2 == issuer.forms
+
+
+@pytest.mark.system
+async def test_a_real_authorization_server_gives_a_token_for_client_credentials(tmp_path: Path) -> None:
+    server = AuthorizationServer(tmp_path)
+    try:
+        of = replace(source(TokenKind.CLIENT_CREDENTIALS, client="confidential"), url=server.url)
+        tested = backend(of, server.authority, server.secret)
+        found = await read(tested)
+        await tested.close()
+        assert server.active(found.value.reveal())
+        other = await fault(backend(of, server.authority, "another-secret"))
+    finally:
+        server.kill()
+    assert SECONDS - 6 <= found.valid <= SECONDS - 5
+    assert (Fault.LOGIN, True) == (other.fault, "(invalid_client)" in other.reason)
 
 
 async def test_a_token_without_an_end_has_the_times_of_other_values(tmp_path: Path) -> None:
