@@ -4,31 +4,28 @@ It tests `policy/load.py` and the files of `policy/presets/`.
 """
 
 import base64
-import contextlib
 import gzip
 import hashlib
 import io
 import json
 import os
 import secrets
-import socket
 import ssl
 import subprocess
 import tarfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from opensandbox.sync.sandbox import SandboxSync
 
-from testbed.internet import STAND_IN_ADDRESS, STAND_INS, Internet, in_namespace
+from testbed.internet import Internet
 from testbed.packages import NAME, VERSION, index_pages
 from testbed.stack import Stack
+from testbed.stand_ins import Server, served
 
 pytestmark = pytest.mark.system
 
@@ -64,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request to any of the services."""
 
     protocol_version = "HTTP/1.1"
-    server: "Server"
+    server: Server
 
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing to standard error."""
@@ -116,29 +113,6 @@ class Handler(BaseHTTPRequestHandler):
         fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if ": " in line)
         status = int(fields.pop("Status", "200").split()[0])
         self._reply(status, content, Content_Type=fields.get("Content-Type", "text/plain"))
-
-
-class Server(ThreadingHTTPServer):
-    """The services on one socket. `contexts` has the TLS of each host; without any it is plain HTTP."""
-
-    daemon_threads = True
-
-    def __init__(self, listener: socket.socket, services: Services, contexts: dict[str, ssl.SSLContext]) -> None:
-        super().__init__(("", 0), Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.services, self._first = listener, services, None
-        for context in contexts.values():
-            self._first = self._first or context
-            context.sni_callback = lambda connection, name, _: setattr(connection, "context", contexts[name])
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Do the handshake in the request's own thread."""
-        with contextlib.suppress(OSError):
-            if self._first is None:
-                super().finish_request(request, client_address)
-            else:
-                with self._first.wrap_socket(request, server_side=True) as secured:
-                    super().finish_request(secured, client_address)  # type: ignore[arg-type]
 
 
 def npm_pages() -> dict[tuple[str, str], tuple[bytes, str]]:
@@ -228,23 +202,8 @@ def _services(internet: Internet, tmp_path_factory: pytest.TempPathFactory) -> I
     directory = tmp_path_factory.mktemp("services")
     pages = {**pypi_pages(), **npm_pages(), **debian_pages(directory)}
     made = Services(pages, repositories(directory))
-    contexts: dict[str, ssl.SSLContext] = {}
-    for host in STAND_INS:
-        contexts[host] = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        contexts[host].load_cert_chain(internet.directory / f"{host}.pem")
-    servers = []
-    for port, tls in ((443, contexts), (80, {})):
-        listener = in_namespace(internet.path(internet.net), lambda at=port: listening(at))
-        servers.append(Server(listener, made, tls))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-    yield made
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def listening(port: int) -> socket.socket:
-    return socket.create_server((STAND_IN_ADDRESS, port), backlog=128)
+    with served(internet, Handler, made, plain=True):
+        yield made
 
 
 @pytest.fixture(name="sandbox")
@@ -258,11 +217,6 @@ def _sandbox(stack: Stack, services: Services, runtime: str) -> Iterator[Sandbox
         made.kill()
         made.close()
         stack.sallyport("vault", "delete", "github-token")
-
-
-def run(sandbox: SandboxSync, command: str) -> str:
-    """Return the output of a command and its status, which is the last line."""
-    return sandbox.commands.run(f"{{ {command}; }} 2>&1; echo; echo status=$?").text.strip()
 
 
 def done(sandbox: SandboxSync, command: str) -> str:
