@@ -12,6 +12,14 @@ and DynamoDB. `tests/policy/test_aws_hosts.py` compares the result with the endp
 import re
 from dataclasses import dataclass
 
+REGIONS = (
+    *("us-east-1", "us-east-2", "us-west-1", "us-west-2", "ca-central-1", "ca-west-1", "mx-central-1", "sa-east-1"),
+    *("eu-central-1", "eu-central-2", "eu-north-1", "eu-south-1", "eu-south-2", "eu-west-1", "eu-west-2", "eu-west-3"),
+    *("ap-east-1", "ap-east-2", "ap-northeast-1", "ap-northeast-2", "ap-northeast-3", "ap-south-1", "ap-south-2"),
+    *("ap-southeast-1", "ap-southeast-2", "ap-southeast-3", "ap-southeast-4", "ap-southeast-5", "ap-southeast-6"),
+    *("ap-southeast-7", "af-south-1", "il-central-1", "me-central-1", "me-south-1"),
+)
+"""The regions of the partition `aws`. The first is that of the preset's file."""
 _REGION = re.compile(r"(?:us-gov|us|eu|ap|sa|ca|me|af|il|mx|cn)-[a-z]+-[1-9][0-9]?")
 _SERVICE = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _SUFFIXES = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws", ".api.amazonwebservices.com.cn")

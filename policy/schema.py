@@ -274,7 +274,10 @@ class _Reader:
         def base(item: Node) -> str:
             text = self._text(item)
             if text not in entries and text not in self._presets:
+                regional = next((name for name in self._presets if name.startswith(f"{text}/")), None)
                 hint = meant(text, (*entries, *self._presets))
+                if regional is not None:
+                    hint = f"; there is one for each region: {regional!a}"
                 self._fail(item, f"there is no policy named {text[:100]!a} to extend{hint}")
             return text
 

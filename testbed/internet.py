@@ -49,6 +49,9 @@ REGISTRY_ADDRESS = "93.184.216.16"
 STAND_INS = (
     *("pypi.org", "files.pythonhosted.org", "registry.npmjs.org"),
     *("github.com", "api.github.com", "deb.debian.org", "security.debian.org"),
+    *("api.openai.com", "api.anthropic.com"),
+    *("huggingface.co", "us.aws.cdn.hf.co", "cas-server.xethub.hf.co", "transfer.xethub.hf.co"),
+    *("dynamodb.eu-west-1.amazonaws.com", "iam.amazonaws.com", "sts.eu-west-1.amazonaws.com"),
 )
 """Services of the Internet, at one address, if a stand-in of them runs there."""
 STAND_IN_ADDRESS = "93.184.216.17"
@@ -58,6 +61,9 @@ DATABASE_ADDRESS = "93.184.216.18"
 STORAGE = "s3.bank.example"
 """An object store, if one runs there (`testbed.storage`)."""
 STORAGE_ADDRESS = "93.184.216.19"
+AWS_STORAGE = "s3.eu-west-1.amazonaws.com"
+"""The same under a name of AWS, if one runs there."""
+AWS_STORAGE_ADDRESS = "93.184.216.20"
 DNS_ADDRESS = "93.184.216.53"
 METADATA_ADDRESS, ATTACKER_V6 = attempts.METADATA_ADDRESS, attempts.ATTACKER_V6
 CONTROL_INTERFACE = "ctl0"
@@ -155,7 +161,7 @@ class Internet:
         self.directory.chmod(0o711)
         self.roots.write_text(self.authority.pem)
         self.roots.chmod(0o644)
-        for host in (*ADDRESSES, REGISTRY, DATABASE, STORAGE, *STAND_INS):
+        for host in (*ADDRESSES, REGISTRY, DATABASE, STORAGE, AWS_STORAGE, *STAND_INS):
             write_host_certificate(self.authority, host, self.directory)
         for namespace in (self.up, self.net, self.control):
             namespaces.make(namespace)
@@ -166,8 +172,8 @@ class Internet:
         self._link(self.control, CONTROL_ADDRESS, CONTROL_INTERFACE, CONTROL_GATEWAY, "net1")
         ip("-n", self.net, "-6", "addr", "add", f"{_CONTROL_GATEWAY_V6}/64", "dev", "net1", "nodad")
         self.connect_control()
-        others = (REGISTRY_ADDRESS, STAND_IN_ADDRESS, DATABASE_ADDRESS, STORAGE_ADDRESS, DNS_ADDRESS, METADATA_ADDRESS)
-        for address in (*ADDRESSES.values(), *others):
+        others = (REGISTRY_ADDRESS, STAND_IN_ADDRESS, DATABASE_ADDRESS, STORAGE_ADDRESS, AWS_STORAGE_ADDRESS)
+        for address in (*ADDRESSES.values(), *others, DNS_ADDRESS, METADATA_ADDRESS):
             ip("-n", self.net, "addr", "add", f"{address}/32", "dev", "lo")
         ip("-n", self.net, "route", "add", "blackhole", f"{SILENT_ADDRESS}/32")
         ip("-n", self.net, "-6", "addr", "add", f"{ATTACKER_V6}/128", "dev", "lo", "nodad")

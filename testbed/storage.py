@@ -24,17 +24,25 @@ class Storage:
 
     Attributes:
         keys: access key id and secret key of its only account.
+        host, address: its place in the internet.
     """
 
-    def __init__(self, internet: Internet, directory: Path, keys: tuple[str, str]) -> None:
-        self.internet, self.directory, self.keys = internet, directory, keys
+    def __init__(
+        self,
+        internet: Internet,
+        directory: Path,
+        keys: tuple[str, str],
+        host: str = STORAGE,
+        address: str = STORAGE_ADDRESS,
+    ) -> None:
+        self.internet, self.directory, self.keys, self.host, self.address = internet, directory, keys, host, address
         self.log = directory / "storage.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         (self.directory / "data" / BUCKET).mkdir(parents=True)
-        certificate = str(self.internet.directory / f"{STORAGE}.pem")
-        options = ("--cert", certificate, "--key", certificate, "--port", f"{STORAGE_ADDRESS}:443", "--region", REGION)
+        certificate = str(self.internet.directory / f"{self.host}.pem")
+        options = ("--cert", certificate, "--key", certificate, "--port", f"{self.address}:443", "--region", REGION)
         command = (*self._inside(), os.environ["SALLYPORT_STORAGE"], *options, "posix", str(self.directory / "data"))
         secret = {"ROOT_ACCESS_KEY": self.keys[0], "ROOT_SECRET_KEY": self.keys[1]}
         with self.log.open("ab") as log:
@@ -51,7 +59,7 @@ class Storage:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + _READY_SECONDS
-        probe = f"import socket; socket.create_connection(('{STORAGE_ADDRESS}', 443), 1).close()"
+        probe = f"import socket; socket.create_connection(('{self.address}', 443), 1).close()"
         while time.monotonic() < deadline:
             command = (*self._inside(), sys.executable, "-IS", "-c", probe)
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:

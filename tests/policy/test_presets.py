@@ -3,10 +3,15 @@
 import re
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
+import botocore.session
 import pytest
+from botocore.config import Config
 
+from lifecycle.stored_secrets import StoredSecrets
 from policy import cli
+from policy.aws_hosts import REGIONS
 from policy.compile import UnknownPolicy, compile_named
 from policy.compiled import secrets_of
 from policy.decision import AllowFlow, AllowRequest, Deny, decide_flow, decide_request
@@ -15,13 +20,15 @@ from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text, presets
 from policy.names import HostPattern
+from policy.placeholders import provided
 from policy.problems import PolicyError
 from policy.rules import Action, Endpoint, Mode, Rule
 from policy.schema import read_document
 from policy.yaml_tree import parse
 
 FILES = sorted((Path(cli.__file__).parent / "presets").glob("*.yaml"))
-NAMES = [f"preset/{path.stem}" for path in FILES]
+REGION = "eu-west-1"
+NAMES = [f"preset/{path.stem}" if path.stem != "aws" else f"preset/aws/{REGION}" for path in FILES]
 
 
 def document(*names: str, more: str = "") -> str:
@@ -34,21 +41,25 @@ def allowed(policy: str, host: str, method: str = "GET", path: str = "/", scheme
 
 
 def test_there_are_presets() -> None:
-    assert ["preset/debian", "preset/github", "preset/npm", "preset/pypi"] == NAMES == list(presets())
+    services = ["anthropic", "aws", "debian", "github", "huggingface", "npm", "openai", "pypi"]
+    assert services == [path.stem for path in FILES]
+    regional = [f"preset/aws/{region}" for region in REGIONS]
+    assert ["preset/anthropic", *regional, *(f"preset/{name}" for name in services[2:])] == list(presets())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_preset_names_its_sources_and_is_one_policy_that_only_allows(path: Path) -> None:
     """Exact names only, no other limits, and each rule with an id."""
     text = path.read_text()
-    (name,) = load_text(text).policies
-    source = presets()[f"preset/{path.stem}"]
-    assert path.stem == name
+    (written,) = load_text(text).policies
+    assert path.stem == written
+    name = NAMES[FILES.index(path)].removeprefix("preset/")
+    source = presets()[f"preset/{name}"]
     assert re.search(r"^# Sources:\n(# .*\n)*# .*https://", text, re.MULTILINE)
     assert ((), Mode.ENFORCE, None, None) == (source.extends, source.mode, source.dns, source.limits)
     for rule in source.rules:
         assert re.fullmatch(rf"preset/{name}/(?!rule-)[a-z]+", rule.id)
-        assert {rule.id} >= {plan.binding for plan in rule.plans}
+        assert {rule.id} >= {plan.binding for plan in rule.request_plans}
         assert Action.ALLOW is rule.action
         assert rule.methods
         assert not rule.addresses
@@ -94,6 +105,25 @@ ALLOWED = [
     ("preset/github", "api.github.com", "GET", "/repos/owner/repository/branches/feature%2Fone"),
     ("preset/github", "codeload.github.com", "GET", "/owner/repository/tar.gz/main"),
     ("preset/debian", "deb.debian.org", "GET", "/debian/pool/main/g/gcc-12/libstdc%2b%2b6_12.2.0_amd64.deb"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/chat/completions"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/responses"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/responses/resp_1/cancel"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/responses/resp_1"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/embeddings"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/models/gpt-4o"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/files"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/files/file-1/content"),
+    ("preset/openai", "api.openai.com", "DELETE", "/v1/files/file-1"),
+    ("preset/anthropic", "api.anthropic.com", "POST", "/v1/messages"),
+    ("preset/anthropic", "api.anthropic.com", "POST", "/v1/messages/count_tokens"),
+    ("preset/anthropic", "api.anthropic.com", "GET", "/v1/models"),
+    ("preset/huggingface", "huggingface.co", "GET", "/api/whoami-v2"),
+    ("preset/huggingface", "huggingface.co", "HEAD", "/owner/model/resolve/refs%2Fpr%2F1/config.json"),
+    ("preset/huggingface", "us.aws.cdn.hf.co", "GET", "/xet-bridge-us/1/2"),
+    ("preset/huggingface", "cas-server.xethub.hf.co", "GET", "/v1/reconstructions/1"),
+    ("preset/aws/eu-west-1", "s3.eu-west-1.amazonaws.com", "PUT", "/bucket/a//b"),
+    ("preset/aws/eu-west-1", "dynamodb.eu-west-1.amazonaws.com", "POST", "/"),
+    ("preset/aws/us-east-1", "s3.us-east-1.amazonaws.com", "GET", "/bucket"),
 ]
 DENIED = [
     ("preset/pypi", "pypi.org", "GET", "/account/login/"),
@@ -104,6 +134,24 @@ DENIED = [
     ("preset/github", "codeload.github.com", "POST", "/"),
     ("preset/github", "gist.github.com", "GET", "/"),
     ("preset/debian", "deb.debian.org", "POST", "/debian/"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/organization/admin_api_keys"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/organization/admin_api_keys"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/files"),
+    ("preset/openai", "api.openai.com", "GET", "/v1/chat/completions"),
+    ("preset/openai", "api.openai.com", "DELETE", "/v1/models/ft:gpt-4o:owner"),
+    ("preset/openai", "api.openai.com", "POST", "/v1/fine_tuning/jobs"),
+    ("preset/anthropic", "api.anthropic.com", "GET", "/v1/organizations/api_keys"),
+    ("preset/anthropic", "api.anthropic.com", "POST", "/v1/messages/batches"),
+    ("preset/anthropic", "api.anthropic.com", "GET", "/v1/files"),
+    ("preset/huggingface", "huggingface.co", "DELETE", "/api/repos/delete"),
+    ("preset/huggingface", "huggingface.co", "POST", "/api/models/owner/model/commit/main"),
+    ("preset/huggingface", "cas-server.xethub.hf.co", "POST", "/v1/xorbs/default/1"),
+    ("preset/huggingface", "s3.amazonaws.com", "GET", "/"),
+    ("preset/aws/eu-west-1", "s3.us-east-1.amazonaws.com", "GET", "/bucket/key"),
+    ("preset/aws/eu-west-1", "bucket.s3.eu-west-1.amazonaws.com", "GET", "/key"),
+    ("preset/aws/eu-west-1", "iam.amazonaws.com", "POST", "/"),
+    ("preset/aws/eu-west-1", "sts.eu-west-1.amazonaws.com", "POST", "/"),
+    ("preset/aws/eu-west-1", "dynamodb.eu-west-1.amazonaws.com", "GET", "/"),
 ]
 
 
@@ -129,11 +177,69 @@ def test_apts_plain_http_is_allowed_and_no_other() -> None:
         assert isinstance(decide_flow(loaded, FlowFacts(host, 443, Scheme.HTTPS)), AllowFlow)
 
 
-def test_the_token_of_github_goes_to_its_two_hosts_only() -> None:
+def test_each_secret_goes_to_the_hosts_of_its_service_only() -> None:
     uses = secrets_of(compile_named(load_text(document(*NAMES)), "agents"))
-    assert {("github-token", "github.com", "basic"), ("github-token", "api.github.com", "bearer")} == {
-        (use.secret, use.host, use.kind) for use in uses
-    }
+    assert {
+        ("anthropic-api-key", "api.anthropic.com", "substitution"),
+        ("aws-keys", "dynamodb.eu-west-1.amazonaws.com", "aws-sigv4"),
+        ("aws-keys", "s3.eu-west-1.amazonaws.com", "aws-sigv4"),
+        ("github-token", "github.com", "basic"),
+        ("github-token", "api.github.com", "bearer"),
+        ("huggingface-token", "huggingface.co", "bearer"),
+        ("openai-api-key", "api.openai.com", "bearer"),
+    } == {(use.secret, use.host, use.kind) for use in uses}
+
+
+def test_each_client_starts_with_a_placeholder() -> None:
+    given = provided(compile_named(load_text(document(*NAMES)), "agents"), "0" * 64)
+    forms = {"OPENAI_API_KEY": "sk-", "ANTHROPIC_API_KEY": "sk-ant-", "HF_TOKEN": "hf_"}
+    forms |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    assert given.variables.keys() == forms.keys()
+    for name, form in forms.items():
+        assert re.fullmatch(rf"{form}[A-Za-z0-9]{{36}}", given.variables[name])
+    (file,) = given.files
+    assert "~/.aws/config" == file.path
+    assert {"aws_access_key_id", "aws_secret_access_key", "s3"} == set(re.findall(r"^(\w+) =", file.content, re.M))
+
+
+def test_a_regional_preset_has_the_hosts_of_its_region() -> None:
+    """Those of botocore's clients. Two regions can be extended together."""
+    session = botocore.session.get_session()
+    for service in ("s3", "dynamodb"):
+        assert set(REGIONS) == set(session.get_available_regions(service))
+    session.set_credentials("AKIDEXAMPLE", "placeholder")
+    config = Config(s3={"us_east_1_regional_endpoint": "regional", "addressing_style": "path"})
+    for region in ("us-east-1", "eu-west-1", "ap-southeast-2"):
+        clients = [session.create_client(service, region, config=config) for service in ("s3", "dynamodb")]
+        wanted = {urlsplit(client.meta.endpoint_url).hostname for client in clients}
+        assert wanted == {host.text for rule in presets()[f"preset/aws/{region}"].rules for host in rule.hosts}
+    both = compile_named(load_text(document("preset/aws/us-east-1", "preset/aws/eu-west-1")), "agents")
+    assert 4 == len(both.rules) == len({rule.id for rule in both.rules})
+    assert 1 == provided(both, "0" * 64).files[0].content.count("[default]")
+
+
+def test_a_regional_preset_without_its_region_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(
+        PolicyError, match="'preset/aws' to extend; there is one for each region: 'preset/aws/us-east-1'"
+    ):
+        load_text(document("preset/aws"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if any(rule.request_plans for rule in presets()[name].rules)])
+def test_check_and_explain_name_a_missing_secret_and_the_command_that_adds_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policies.yaml"
+    file.write_text(document(name))
+    rule = next(rule for rule in presets()[name].rules if rule.request_plans)
+    host, path = rule.hosts[0].text, rule.paths[0].text if rule.paths else "/x"
+    wanted = f"sallyport vault put {rule.request_plans[0].secret} --host {host}"
+    assert cli.OK == cli.check(file, StoredSecrets({}))
+    assert wanted in capsys.readouterr().out
+    assert cli.OK == cli.explain(file, "agents", host, 443, "https", rule.methods[0], path, stored=StoredSecrets({}))
+    printed = capsys.readouterr().out
+    assert f"  request  allow   {rule.id}: is sent, if\n" in printed
+    assert wanted in printed
 
 
 def test_a_deny_rule_narrows_a_preset() -> None:
