@@ -24,8 +24,8 @@ rm -rf "$directory/npm-cache"
 # declarations of types, examples, and the models of AWS services that no test and no start of `aws` needs. The openai of
 # npm stays at 6: 7 needs a newer Node.
 services=$directory/services
-"$uv" pip install --target "$services/python" --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-  --only-binary :all: --require-hashes -r "$here/services.txt"
+"$uv" pip install --python "$python" --target "$services/python" --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_28 --only-binary :all: --require-hashes -r "$here/services.txt"
 for models in "$services/python/botocore/data" "$services/python/awscli/botocore/data"; do
   for model in "$models"/*/; do
     case $(basename "$model") in
