@@ -5,7 +5,7 @@
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -31,8 +31,12 @@ class StoredSecrets:
     frozen: tuple[Extent, ...] = ()
     unknown: str = ""
 
-    def remark(self, use: SecretUse) -> str:
-        """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does."""
+    def remark(self, use: SecretUse, uses: Iterable[SecretUse] = ()) -> str:
+        """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does.
+
+        Args:
+            uses: every use of the policy.
+        """
         if self.unknown:
             return "not checked"
         if is_reference(use.secret):
@@ -42,7 +46,7 @@ class StoredSecrets:
         wanted = Grant(use.secret, use.host, use.port, use.scheme)
         info = self.secrets.get(use.secret)
         if info is None:
-            return missing(wanted)
+            return missing(wanted, (Grant(one.secret, one.host, one.port, one.scheme) for one in uses))
         if (refused := check(info.binding, wanted, datetime.now(UTC))) is not None:
             return refused.reason
         return self._frozen(use.secret)

@@ -6,7 +6,7 @@
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import MappingProxyType
@@ -38,8 +38,12 @@ class KnownSecrets(Protocol):
     @property
     def unknown(self) -> str: ...
 
-    def remark(self, use: SecretUse) -> str:
-        """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does."""
+    def remark(self, use: SecretUse, uses: Iterable[SecretUse] = ()) -> str:
+        """Say what keeps the vault from releasing a secret for a use; empty if nothing that is known here does.
+
+        Args:
+            uses: every use of the policy.
+        """
         ...
 
 
@@ -62,9 +66,10 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
         for rule in policy.rules:
             if rule.id.startswith(PRESET):
                 print(f"    rule {rule.id}: {_described(rule)}")
-        for use in secrets_of(policy):
+        uses = secrets_of(policy)
+        for use in uses:
             print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
-            if stored is not None and not stored.unknown and (lack := stored.remark(use)):
+            if stored is not None and not stored.unknown and (lack := stored.remark(use, uses)):
                 print(f"      note: {lack}")
         for rule in policy.rules:
             if rule.request_plans or rule.client_credentials is not None:
@@ -207,7 +212,7 @@ def _explain(
     for plan in _plans(decision):
         print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
         use = SecretUse(plan.secret, asked.host, asked.port, asked.flow.scheme, plan.kind, plan.slot, plan.binding)
-        if stored is not None and (lack := stored.remark(use)):
+        if stored is not None and (lack := stored.remark(use, secrets_of(policy))):
             print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
     if isinstance(decision, AllowRequest) and decision.client_credentials is not None:
         print(f"  client   credentials of its own: {decision.client_credentials}")

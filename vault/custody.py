@@ -352,7 +352,7 @@ class Custody:
         try:
             binding = self.store.info(wanted.secret).binding
         except UnknownSecretError:
-            return Refusal(Code.UNKNOWN_SECRET, missing(wanted))
+            return Refusal(Code.UNKNOWN_SECRET, missing(wanted, state.grants))
         except StoreError as error:
             return Refusal(error.code, str(error))
         now = self._clock()

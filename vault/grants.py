@@ -318,9 +318,16 @@ def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None
     return None
 
 
-def missing(wanted: Grant) -> str:
-    """Say which secret is not in the vault, and how it gets there."""
-    add = f"sallyport vault put {wanted.secret} --host {wanted.host}"
+def missing(wanted: Grant, others: Iterable[Grant] = ()) -> str:
+    """Say which secret is not in the vault, and how it gets there.
+
+    Args:
+        others: more grants of the sandbox or policy. The command binds the secret to the hosts of all.
+    """
+    place = (wanted.secret, wanted.port, wanted.scheme)
+    more = sorted(one.host for one in others if (one.secret, one.port, one.scheme) == place and not one.wildcard)
+    add = f"sallyport vault put {wanted.secret}"
+    add += "".join(f" --host {host}" for host in dict.fromkeys((wanted.host, *more)))
     add += "" if wanted.port == 443 else f" --port {wanted.port}"
     add += "" if wanted.scheme is Scheme.HTTPS else f" --scheme {wanted.scheme}"
     return f"the vault has no secret {wanted.secret}; the operator adds it: {add}"

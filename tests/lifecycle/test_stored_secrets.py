@@ -50,6 +50,14 @@ def test_what_the_vault_would_not_release_is_said(asked: SecretUse, remark: str)
     assert remark == StoredSecrets(STORED).remark(asked)
 
 
+def test_the_command_for_a_missing_secret_has_each_host_of_the_policy() -> None:
+    """Those of the same port. A secret of this name is bound to hosts when it is stored."""
+    asked = [use("absent", host) for host in ("b.test", "a.test")]
+    others = [use("other", "c.test"), use("absent", "d.test", 8443), use("absent", "*.e.test")]
+    said = StoredSecrets(STORED).remark(asked[0], [*asked, *others])
+    assert said.endswith(": sallyport vault put absent --host b.test --host a.test")
+
+
 def test_a_freeze_of_every_sandbox_is_said_and_that_of_one_is_not() -> None:
     said = [StoredSecrets(STORED, (extent,)).remark(use()) for extent in (ALL, Extent(None, "token"))]
     assert ["the secret is frozen"] * 2 == said

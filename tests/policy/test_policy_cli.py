@@ -1,5 +1,6 @@
 """Output and exit status of `policy check` and `policy explain`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class Stored:
         self.lack, self.unknown = lack, unknown
         self.asked: set[tuple[str, str, int]] = set()
 
-    def remark(self, use: SecretUse) -> str:
+    def remark(self, use: SecretUse, uses: Iterable[SecretUse] = ()) -> str:
         self.asked.add((use.secret, use.host, use.port))
         return self.lack
 

@@ -233,13 +233,17 @@ def test_check_and_explain_name_a_missing_secret_and_the_command_that_adds_it(
     file.write_text(document(name))
     rule = next(rule for rule in presets()[name].rules if rule.request_plans)
     host, path = rule.hosts[0].text, rule.paths[0].text if rule.paths else "/x"
-    wanted = f"sallyport vault put {rule.request_plans[0].secret} --host {host}"
+    secret = rule.request_plans[0].secret
+    hosts = {use.host for use in secrets_of(compile_named(load_text(document(name)), "agents")) if secret == use.secret}
     assert cli.OK == cli.check(file, StoredSecrets({}))
-    assert wanted in capsys.readouterr().out
+    checked = capsys.readouterr().out
     assert cli.OK == cli.explain(file, "agents", host, 443, "https", rule.methods[0], path, stored=StoredSecrets({}))
-    printed = capsys.readouterr().out
-    assert f"  request  allow   {rule.id}: is sent, if\n" in printed
-    assert wanted in printed
+    explained = capsys.readouterr().out
+    assert f"  request  allow   {rule.id}: is sent, if\n" in explained
+    for printed in (checked, explained):
+        commands = re.findall(rf"the operator adds it: sallyport vault put {secret}(.*)", printed)
+        assert commands
+        assert all(hosts == set(re.findall(r" --host (\S+)", command)) for command in commands)
 
 
 def test_a_deny_rule_narrows_a_preset() -> None:

@@ -642,6 +642,14 @@ def test_the_decision_over_an_inline_secret(place: Place) -> None:
     assert timedelta(minutes=5) == MAX_LEASE
 
 
+def test_the_refusal_of_a_missing_secret_has_the_command_for_each_host_of_the_sandbox(place: Place) -> None:
+    grants = [Grant.make("put", host, 443, "https") for host in ("api.good.test", "files.good.test")]
+    place.open(*grants, Grant.make("other", "elsewhere.test", 443, "https"))
+    found = place.custody.decide(SANDBOX, grants[1], "GET", "/")
+    assert isinstance(found, Refusal)
+    assert found.reason.endswith(": sallyport vault put put --host files.good.test --host api.good.test")
+
+
 def test_the_decision_over_a_stored_secret(place: Place) -> None:
     """Both grant and binding are checked each time, and a release for a request is within its scope."""
     scope = RequestScope(frozenset({"GET"}), ("/v1/*",))
