@@ -254,6 +254,17 @@ def test_a_deny_rule_narrows_a_preset() -> None:
         assert denied is isinstance(decide_request(policy, facts), Deny)
 
 
+def test_a_rule_adds_requests_with_the_secret_of_a_preset() -> None:
+    """Also where the rule overlaps one of the preset."""
+    for path in ("/v1/images/generations", "/v1/embeddings"):
+        rule = f"{{id: more, host: api.openai.com, methods: [POST], paths: [{path}], inject: {{SECRET}}}}"
+        more = f"    rules: [{rule.replace('SECRET', 'secret: openai-api-key, as: bearer')}]\n"
+        policy = compile_named(load_text(document("preset/openai", more=more)), "agents")
+        found = decide_request(policy, RequestFacts("api.openai.com", 443, Scheme.HTTPS, "POST", path))
+        assert isinstance(found, AllowRequest)
+        assert ["openai-api-key"] == [plan.secret for plan in found.plans]
+
+
 CONFLICT = "    rules:\n      - {id: own, host: api.github.com, inject: {secret: other, as: bearer}}\n"
 
 
