@@ -418,6 +418,21 @@ DESCRIBED: Final[Mapping[str, Kind]] = {
         sandbox="sbx-1",
         actor="uid:700000001",
     ),
+    "vault.limit": _kind(
+        "An operator limits the use of references that match the pattern in `secret`. Their leases end.",
+        ("secret", "hosts", "actor"),
+        "info",
+        secret="vault://kv/agents/*",  # noqa: S106 - a pattern
+        hosts=["api.example.com"],
+        actor="uid:0",
+    ),
+    "vault.unlimit": _kind(
+        "A limit of references is about to end.",
+        ("secret", "actor"),
+        "info",
+        secret="vault://kv/agents/*",  # noqa: S106 - a pattern
+        actor="uid:0",
+    ),
     "vault.freeze": _kind(
         "An operator stopped the release of every secret, of one secret, or of those of one sandbox. Their leases end.",
         ("secret", "actor"),

@@ -32,6 +32,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
     VAULT: frozenset(
         {
             *("vault.put", "vault.rotate", "vault.delete", "vault.open", "vault.regrant", "vault.close"),
+            *("vault.limit", "vault.unlimit"),
             *("vault.freeze", "vault.unfreeze", "vault.revoke_all", "vault.reset", "vault.refer", "vault.keep"),
             *("vault.intermediate", "vault.rekey", "secret.release", "gap"),
         }

@@ -12,8 +12,8 @@ Nothing can happen between steps 4 and 5: a later `revoke` follows the value on 
 - Without an audit record nothing is released: not a secret, not an intermediate.
 - A channel belongs to the sandbox and generation it was attached for; no message on it can change that.
 - A revocation is answered once the worker has dropped the lease and aborted the flows that used it. A worker that has
-  not answered within `REVOKE_TIMEOUT` (an operator's call: `URGENT_TIMEOUT`) loses its channel, and with it all its
-  leases.
+  not answered within `REVOKE_TIMEOUT` (a change of the secret, or an operator's call: `URGENT_TIMEOUT`) loses its
+  channel, and with it all its leases.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import wire
 from audit.client import AuditUnavailable
+from policy.references import is_reference
 from vault.custody import Consent, Custody, CustodyError
 from vault.freeze import Extent
 from vault.grants import Grant, GrantError, Refusal
@@ -40,7 +41,8 @@ from wire.serving import handler
 
 REVOKE_TIMEOUT = 5.0
 URGENT_TIMEOUT = 0.8
-"""The limit for a revocation by an operator. With the rest of the call it takes effect within a second."""
+"""The limit where the secret itself ends: rotated, deleted, revoked, frozen, or withdrawn by its backend. With the rest
+of the call it takes effect within a second."""
 RELEASES = (20.0, 200.0)  # a second, and at once: leases make more than a few a minute unusual
 INTERMEDIATES = (0.1, 8.0)
 
@@ -81,13 +83,16 @@ class Bucket:
 
 @dataclass(eq=False, slots=True)
 class Channel:
-    """One attached worker; `leases` maps a secret's name to when its last lease ends."""
+    """One attached worker; `leases` has the secrets that were released to it and not called back since.
+
+    Also one whose lease is over: a flow can outlive the lease under which it sent the secret.
+    """
 
     sandbox: str
     generation: int
     releases: Bucket
     intermediates: Bucket
-    leases: dict[str, float] = field(default_factory=dict)
+    leases: set[str] = field(default_factory=set)
     connection: wire.Client | None = None
 
 
@@ -155,32 +160,42 @@ class Channels:
             if channel.connection is not None:
                 await channel.connection.close()
 
-    async def revoke(self, sandbox: str, secrets: Collection[str] | None) -> None:
+    async def revoke(self, sandbox: str, secrets: Collection[str] | None, seconds: float | None = None) -> None:
         """Call back the leases that a sandbox's worker has of `secrets` (None: all)."""
         channel = self._channels.get(sandbox)
         if channel is None:
             return
-        now = self._now()
-        channel.leases = {name: end for name, end in channel.leases.items() if end > now}
-        names = None if secrets is None else sorted(set(secrets) & channel.leases.keys())
+        names = None if secrets is None else sorted(set(secrets) & channel.leases)
         if names is not None and not names:
             return
-        for name in list(channel.leases) if names is None else names:
-            del channel.leases[name]
-        await self._push(channel, names)
+        channel.leases.difference_update(list(channel.leases) if names is None else names)
+        await self._push(channel, names, seconds)
 
     async def revoke_everywhere(self, secret: str, sandboxes: Collection[str]) -> None:
         """Call back one secret from the workers of `sandboxes`; returns when each has dropped it or was cut off."""
-        await asyncio.gather(*(self.revoke(sandbox, (secret,)) for sandbox in sandboxes))
+        await asyncio.gather(*(self.revoke(sandbox, (secret,), URGENT_TIMEOUT) for sandbox in sandboxes))
 
     async def end_leases(self, extent: Extent) -> Revoked:
         """Call back what an operator ends, from all workers at once, whether or not a lease of theirs is known."""
         names = None if extent.secret is None else [extent.secret]
         meant = [one for one in self._channels.values() if extent.sandbox in (None, one.sandbox)]
         for channel in meant:
-            for name in list(channel.leases) if names is None else names:
-                channel.leases.pop(name, None)
+            channel.leases.difference_update(list(channel.leases) if names is None else names)
         confirmed = await asyncio.gather(*(self._push(channel, names, URGENT_TIMEOUT) for channel in meant))
+        return Revoked(sum(confirmed), len(confirmed) - sum(confirmed))
+
+    async def end_references(self, chosen: Callable[[str], bool]) -> Revoked:
+        """Call back the chosen references from all workers that had them released."""
+        meant = {
+            channel: sorted(name for name in channel.leases if is_reference(name) and chosen(name))
+            for channel in self._channels.values()
+        }
+        pushes = []
+        for channel, names in meant.items():
+            if names:
+                channel.leases.difference_update(names)
+                pushes.append(self._push(channel, names, URGENT_TIMEOUT))
+        confirmed = await asyncio.gather(*pushes)
         return Revoked(sum(confirmed), len(confirmed) - sum(confirmed))
 
     async def close(self) -> None:
@@ -240,7 +255,7 @@ class Channels:
             try:
                 await self._sources.obtain(channel.sandbox, wanted.secret)
             except StoreError as error:
-                decision = Refusal(error.code, str(error))
+                decision = _no_value(wanted.secret, error)
         match decision:
             case Refusal(code, reason):
                 await self._accept("secret.release", "deny", channel, {**about, "code": code, "reason": reason})
@@ -260,15 +275,14 @@ class Channels:
                 try:
                     current = self._sources.current(channel.sandbox, wanted)
                     if not scrub:
-                        uses = self._custody.take(channel.sandbox, wanted.secret)
+                        uses = self._custody.take(channel.sandbox, wanted)
                 except StoreError as error:
-                    refused = Refusal(error.code, str(error))
+                    refused = _no_value(wanted.secret, error)
                 except OSError as error:
                     refused = Refusal(wire.Code.STORAGE, f"its use cannot be counted: {error.strerror}")
                 else:
                     seconds = math.floor(max(0.0, min(seconds, consent.lease.total_seconds(), current.seconds)))
-                    end = max(channel.leases.get(wanted.secret, 0.0), self._now() + seconds)
-                    channel.leases[wanted.secret] = end
+                    channel.leases.add(wanted.secret)
                     former = tuple(Value(one.reveal()) for one in current.former)
                     return Released(Value(current.value.reveal()), former, seconds, consent.scope.form, uses)
             case Consent():
@@ -285,6 +299,10 @@ class Channels:
             await self._audit.accept(kind, decision, durable=durable, **_owner_fields(channel), **fields)
         except AuditUnavailable:
             raise wire.RequestError(wire.Code.AUDIT_UNAVAILABLE, "the audit log did not accept the record") from None
+
+
+def _no_value(secret: str, error: StoreError) -> Refusal:
+    return Refusal(error.code, f"{secret} has no value; for the operator: {error}")
 
 
 def _owner_fields(channel: Channel) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""`sallyport vault init | put | list | rotate | delete | reset | revoke-all | freeze | unfreeze | backends | check |
-rekey`.
+"""`sallyport vault init | put | list | rotate | delete | limit | unlimit | reset | revoke-all | freeze | unfreeze |
+backends | check | rekey`.
 
 - A value comes from standard input or a file, never from the command line, where every user of the host could read it.
 - What can be neither a header value nor a client certificate is refused before it is sent; a line break at the end of a
@@ -25,16 +25,18 @@ from typing import BinaryIO, TextIO
 
 import wire
 from policy.facts import Scheme
+from policy.references import is_reference
 from vault.client import AdminClient
 from vault.conditions import ConditionError, Selectors, UseLimits
 from vault.freeze import Extent
 from vault.grants import GrantError, SecretBinding, secret_name
 from vault.keyring import MasterKeyError, create, next_file, replace
+from vault.limits import ReferenceLimit
 from vault.secret import MAX_SECRET_BYTES, Secret
 from vault.stores.port import SecretInfo, stored_problem
 from vault.wrapping.asking import Wrapping
 from vault.wrapping.sources import KeySource
-from wire.api.vaultd import Listed, Revoked
+from wire.api.vaultd import LimitForm, Listed, Revoked
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
 
@@ -126,6 +128,8 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     put = command("put", "store a new secret; its value comes from standard input")
     rotate = command("rotate", "replace a secret's value")
     delete = command("delete", "delete a secret and call it back from all sandboxes")
+    limit = command("limit", "limit the use of backends' secrets, in place of a former limit with this pattern")
+    unlimit = command("unlimit", "end a limit of backends' secrets")
     reset = command("reset", "count the uses of a limited secret from zero again")
     for action, about in (
         ("revoke-all", "end all leases and cut the flows that used them; sandboxes may ask for secrets again"),
@@ -140,21 +144,24 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
     for valued in (put, rotate):
         valued.add_argument("--file", type=Path, help="read the value from this file instead")
         valued.add_argument("--strip-newline", action="store_true", help="remove one line break at the end")
-    put.add_argument("--host", action="append", required=True, help="an exact host name; may be repeated")
-    put.add_argument("--port", action="append", type=int, help="default 443, for postgres 5432; may be repeated")
-    put.add_argument(
-        "--scheme",
-        action="append",
-        choices=[Scheme.HTTPS.value, Scheme.HTTP.value, Scheme.POSTGRES.value],
-        help="default https; http is in the clear",
-    )
+    for limited in (limit, unlimit):
+        limited.add_argument("pattern", help="a reference (vault://mount/path#field, ...), or a prefix and *")
+    for placed, port, scheme in ((put, "443, for postgres 5432", "https"), (limit, "any", "any")):
+        placed.add_argument("--host", action="append", required=placed is put, help="an exact host name; repeatable")
+        placed.add_argument("--port", action="append", type=int, help=f"default {port}; may be repeated")
+        placed.add_argument(
+            "--scheme",
+            action="append",
+            choices=[Scheme.HTTPS.value, Scheme.HTTP.value, Scheme.POSTGRES.value],
+            help=f"default {scheme}; http is in the clear",
+        )
+        placed.add_argument("--expires", help="RFC 3339 time with zone")
+        placed.add_argument("--metadata", action="append", metavar="KEY=VALUE", help="only for sandboxes with it")
+        placed.add_argument("--image", action="append", help="only for sandboxes from this image (name or id)")
+        placed.add_argument("--max-uses", type=int, help="requests with it, in all; each reference is counted alone")
+        placed.add_argument("--max-uses-per-sandbox", type=int, help="requests with it by each sandbox")
     put.add_argument("--method", action="append", help="default any; may be repeated")
     put.add_argument("--path", action="append", help="exact, or a prefix and *; default any; may be repeated")
-    put.add_argument("--expires", help="RFC 3339 time with zone")
-    put.add_argument("--metadata", action="append", metavar="KEY=VALUE", help="only for sandboxes created with it")
-    put.add_argument("--image", action="append", help="only for sandboxes from this image (name or id)")
-    put.add_argument("--max-uses", type=int, help="requests with it, in all")
-    put.add_argument("--max-uses-per-sandbox", type=int, help="requests with it by each sandbox")
 
 
 def _ask(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
@@ -175,9 +182,10 @@ def _ask(options: argparse.Namespace, value: Secret | None, places: VaultPlaces)
 
 
 async def _talk(options: argparse.Namespace, value: Secret | None, places: VaultPlaces) -> str:
-    if hasattr(options, "name"):
+    if hasattr(options, "name") and not (options.action == "reset" and is_reference(options.name)):
         secret_name(options.name)
     binding = _binding(options) if options.action == "put" else None
+    limit = _limit(options) if options.action == "limit" else None
     client = await AdminClient.connect(places.socket, places.server)
     try:
         match options.action:
@@ -194,6 +202,12 @@ async def _talk(options: argparse.Namespace, value: Secret | None, places: Vault
             case "reset":
                 await client.reset(options.name)
                 return f"the uses of {options.name} are counted from zero"
+            case "limit":
+                assert limit is not None  # noqa: S101 - narrows: set for limit just above
+                return f"{limit.pattern} is limited; {_ended(await client.limit(limit))}"
+            case "unlimit":
+                await client.unlimit(options.pattern)
+                return f"the limit of {options.pattern} has ended"
             case "revoke-all":
                 return _ended(await client.revoke_all(options.sandbox, options.secret))
             case "freeze":
@@ -243,9 +257,18 @@ def _binding(options: argparse.Namespace) -> SecretBinding:
         options.method,
         options.path,
         options.expires,
-        Selectors.make(dict(map(_pair, options.metadata or ())), options.image or ()),
-        UseLimits(options.max_uses, options.max_uses_per_sandbox),
+        *_conditions(options),
     )
+
+
+def _limit(options: argparse.Namespace) -> ReferenceLimit:
+    places = (options.host, options.port, options.scheme)
+    return ReferenceLimit.make(options.pattern, *places, options.expires, *_conditions(options))
+
+
+def _conditions(options: argparse.Namespace) -> tuple[Selectors, UseLimits]:
+    selectors = Selectors.make(dict(map(_pair, options.metadata or ())), options.image or ())
+    return selectors, UseLimits(options.max_uses, options.max_uses_per_sandbox)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -285,7 +308,25 @@ def _listed(listed: Listed, as_json: bool) -> str:
             ],
             indent=2,
         )
-    return "\n".join([*frozen, *(_line(info, listed.used.get(info.name)) for info in secrets)])
+    lines = [_line(info, listed.used.get(info.name)) for info in secrets]
+    counted = [f"{name}  used {used}" for name, used in listed.used.items() if is_reference(name)]
+    return "\n".join([*frozen, *lines, *map(_limit_line, listed.limits), *counted])
+
+
+def _limit_line(form: LimitForm) -> str:
+    limit = ReferenceLimit.of(form)
+    places = (("host", limit.hosts), ("port", limit.ports), ("scheme", limit.schemes))
+    said = [f"{what} {each}" for what, found in places for each in sorted(map(str, found or ()))]
+    said += [] if limit.expires is None else [f"expires {form.expires}"]
+    said += _sandboxes(limit.selectors)
+    said += [] if limit.limits.uses is None else [f"at most {limit.limits.uses} uses"]
+    said += [] if limit.limits.sandbox_uses is None else [f"at most {limit.limits.sandbox_uses} by each sandbox"]
+    return f"LIMIT {limit.pattern}  {'; '.join(said)}"
+
+
+def _sandboxes(selectors: Selectors) -> list[str]:
+    metadata = [f"metadata {key}={value}" for key, value in selectors.metadata]
+    return metadata + [f"image {image}" for image in sorted(selectors.images)]
 
 
 def _line(info: SecretInfo, used: int | None) -> str:
@@ -294,8 +335,7 @@ def _line(info: SecretInfo, used: int | None) -> str:
     limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
     if item["expires"]:
         limits.append(f"expires {item['expires']}")
-    limits += [f"metadata {key}={value}" for key, value in info.binding.selectors.metadata]
-    limits += [f"image {image}" for image in sorted(info.binding.selectors.images)]
+    limits += _sandboxes(info.binding.selectors)
     if used is not None:
         most = info.binding.limits
         limits.append(f"used {used} of {most.uses or 'any number'}")

@@ -17,6 +17,7 @@ from typing import Self
 
 import wire
 from vault.grants import Grant, GrantError, Refusal, RequestScope, SecretBinding
+from vault.limits import ReferenceLimit
 from vault.secret import Secret
 from vault.stores.port import SecretInfo
 from wire.api import vaultd
@@ -212,6 +213,14 @@ class AdminClient(wire.Client):
     async def reset(self, name: str) -> None:
         """Count the uses of a secret from zero again."""
         await self.ask(vaultd.Reset(name))
+
+    async def limit(self, limit: ReferenceLimit) -> vaultd.Revoked:
+        """Put a limit of references in force, in place of the one with the same pattern; end their leases."""
+        return await self.ask(vaultd.Limit(limit.form))
+
+    async def unlimit(self, pattern: str) -> None:
+        """End a limit of references."""
+        await self.ask(vaultd.Unlimit(pattern))
 
     async def revoke_all(self, sandbox: str | None = None, secret: str | None = None) -> vaultd.Revoked:
         """End the leases of all workers, or those of a sandbox's worker, or those of one secret."""

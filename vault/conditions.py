@@ -1,4 +1,4 @@
-"""Which sandboxes may have a stored secret, and how often it may be used: parts of its binding. Pure.
+"""Which sandboxes may have a secret, and how often it may be used: parts of a binding, or of a limit. Pure.
 
 - Each condition can only refuse. A binding without conditions is for every sandbox that is granted the secret.
 - All pairs of `metadata` must be those of the sandbox's create call. `serve` reports them.
@@ -73,9 +73,29 @@ class UseLimits:
         """Whether uses are counted."""
         return self.uses is not None or self.sandbox_uses is not None
 
+    def both(self, other: "UseLimits") -> "UseLimits":
+        """Return the limits that hold if these and others hold."""
+        return UseLimits(_least(self.uses, other.uses), _least(self.sandbox_uses, other.sandbox_uses))
+
 
 ANY_SANDBOX: Final = Selectors()
 UNLIMITED: Final = UseLimits()
+
+
+def form_of(selectors: Selectors, limits: UseLimits) -> vaultd.ConditionForm:
+    """The form in a message."""
+    return vaultd.ConditionForm(
+        dict(selectors.metadata), tuple(sorted(selectors.images)), limits.uses, limits.sandbox_uses
+    )
+
+
+def of_form(form: vaultd.ConditionForm) -> tuple[Selectors, UseLimits]:
+    """Return what `form` says.
+
+    Raises:
+        ConditionError: some part of it cannot be.
+    """
+    return Selectors.make(form.metadata, form.images), UseLimits(form.uses, form.sandbox_uses)
 
 
 def to_json(selectors: Selectors, limits: UseLimits) -> dict[str, Any]:
@@ -103,6 +123,10 @@ def from_json(document: Mapping[str, Any]) -> tuple[Selectors, UseLimits]:
     if not isinstance(metadata, Mapping) or not isinstance(images, list):
         raise ConditionError("metadata is an object, images are a list")
     return Selectors.make(metadata, images), UseLimits(document.get("max_uses"), document.get("max_uses_per_sandbox"))
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((number for number in (one, other) if number is not None), default=None)
 
 
 def _fits(pattern: re.Pattern[str], text: object) -> bool:

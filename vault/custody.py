@@ -8,7 +8,7 @@
   while that is so, and the other grants are not affected.
 - A reference to a backend's secret has no binding of its own. The operator's policy file is the statement where it may
   go, and hostd passes that on (`refer`). It is checked at each release. It is not on disk: until hostd has passed it
-  on, no reference is released.
+  on, no reference is released. The operator's limits (`vault.limits`) are checked like bindings.
 - An inline secret belongs to one sandbox. It cannot have the name of a stored secret.
 - An inline secret is bound to destinations when its value is given (`bounds`). A later change can remove destinations.
   It can add one only together with the value.
@@ -31,6 +31,7 @@ from typing import Any
 from policy.references import is_reference
 from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.budgets import Budgets
+from vault.conditions import UNLIMITED, UseLimits
 from vault.freeze import Freezes
 from vault.grants import (
     MAX_GRANTS,
@@ -45,6 +46,7 @@ from vault.grants import (
     secret_name,
     within,
 )
+from vault.limit_record import ReferenceLimits
 from vault.secret import Secret, text_problem
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from vault.stores.port import (
@@ -117,11 +119,13 @@ class Custody:
         clock: Clock = lambda: datetime.now(UTC),
         freezes: Freezes | None = None,
         budgets: Budgets | None = None,
+        limits: ReferenceLimits | None = None,
     ) -> None:
         """Read the state of the former process, and delete roots that no sandbox uses."""
         self.store = store
         self.freezes = freezes or Freezes()
         self.budgets = budgets or Budgets()
+        self.limits = limits or ReferenceLimits()
         self._files = sandboxes
         self._lineages = lineages
         self._clock = clock
@@ -336,7 +340,8 @@ class Custody:
         """Decide whether a secret may go to a sandbox's worker for this destination (and request, if that matters).
 
         Args:
-            scrub: the value is only for the search in responses of that destination, for any request.
+            scrub: the value is only for the search in responses of that destination, for any request. A host can send
+                back a secret that has expired.
         """
         state = self._sandboxes.get(sandbox)
         if state is None:
@@ -347,40 +352,50 @@ class Custody:
             return frozen
         if wanted.secret in state.inline:
             return Consent(MAX_LEASE, RequestScope())
-        if is_reference(wanted.secret):
-            return self._refusal_of_reference(wanted) or Consent(MAX_LEASE, RequestScope())
-        try:
-            binding = self.store.info(wanted.secret).binding
-        except UnknownSecretError:
-            return Refusal(Code.UNKNOWN_SECRET, missing(wanted, state.grants))
-        except StoreError as error:
-            return Refusal(error.code, str(error))
-        now = self._clock()
-        refusal = check(binding, wanted, now)
-        if refusal is None and (reason := binding.selectors.refusal(state.metadata, state.images)) is not None:
-            refusal = Refusal(Code.NOT_GRANTED, reason)
-        if refusal is None and not scrub:
-            refusal = binding.scope.check(method, path) or self._used_up(wanted.secret, sandbox, binding)
-        if refusal is not None:
-            return refusal
-        lease = MAX_LEASE if binding.expires is None else min(MAX_LEASE, binding.expires - now)
-        return Consent(lease, binding.scope)
+        found = self._bindings(wanted, state.grants)
+        if isinstance(found, Refusal):
+            return found
+        now, lease = self._clock(), MAX_LEASE
+        for binding in found:
+            refusal = check(binding, wanted, None if scrub else now)
+            if refusal is None and (reason := binding.selectors.refusal(state.metadata, state.images)) is not None:
+                refusal = Refusal(Code.NOT_GRANTED, reason)
+            if refusal is None and not scrub:
+                refusal = binding.scope.check(method, path)
+            if refusal is not None:
+                return Refusal(refusal.code, f"{wanted.secret}: {refusal.reason}")
+            if not scrub and binding.expires is not None:
+                lease = min(lease, binding.expires - now)
+        if not scrub and self.budgets.left(wanted.secret, sandbox, _limits(found)) == 0:
+            return Refusal(Code.EXHAUSTED, f"the secret {wanted.secret} was used as often as its limits allow")
+        scope = RequestScope() if is_reference(wanted.secret) else found[0].scope  # a limit has no scope
+        return Consent(lease, scope)
 
-    def _used_up(self, secret: str, sandbox: str, binding: SecretBinding) -> Refusal | None:
-        if self.budgets.left(secret, sandbox, binding.limits) == 0:
-            return Refusal(Code.EXHAUSTED, f"the secret {secret} was used as often as its limits allow")
-        return None
-
-    def take(self, sandbox: str, secret: str) -> int | None:
+    def take(self, sandbox: str, wanted: Grant) -> int | None:
         """Count the uses of a lease directly after the consent of `decide`; return their number, None for any number.
 
         Raises:
             StoreError: the secret is unknown or damaged.
             OSError: they could not be counted; nothing was taken.
         """
-        if secret in self._get(sandbox).inline or is_reference(secret):
+        if wanted.secret in self._get(sandbox).inline:
             return None
-        return self.budgets.take(secret, sandbox, self.store.info(secret).binding.limits)
+        found = self._bindings(wanted, self._get(sandbox).grants)
+        if isinstance(found, Refusal):
+            raise UnknownSecretError(found.reason)
+        return self.budgets.take(wanted.secret, sandbox, _limits(found))
+
+    def _bindings(self, wanted: Grant, grants: frozenset[Grant]) -> tuple[SecretBinding, ...] | Refusal:
+        """Return what all must permit the use of a stored secret, or of a reference."""
+        if is_reference(wanted.secret):
+            limits = self.limits.of(wanted.secret)
+            return self._refusal_of_reference(wanted) or tuple(limit.binding(wanted) for limit in limits)
+        try:
+            return (self.store.info(wanted.secret).binding,)
+        except UnknownSecretError:
+            return Refusal(Code.UNKNOWN_SECRET, missing(wanted, grants))
+        except StoreError as error:
+            return Refusal(error.code, f"{wanted.secret}: {error}")
 
     def value(self, sandbox: str, secret: str) -> Secret:
         """Return the value of a secret, directly after the consent of `decide`. Raises StoreError."""
@@ -450,7 +465,8 @@ class Custody:
         if self._referred is None:
             return Refusal(Code.UNAVAILABLE, "the references of the operator's policy file are not known yet")
         if wanted not in self._referred:
-            return Refusal(Code.NOT_BOUND, "no rule of the operator's policy file names this secret for this host")
+            reason = f"no rule of the operator's policy file names {wanted.secret} for {wanted.host}:{wanted.port}"
+            return Refusal(Code.NOT_BOUND, reason)
         return None
 
     def users(self, secret: str) -> list[str]:
@@ -534,6 +550,14 @@ class Custody:
         }
         self._files.write(state.sandbox, json.dumps(metadata).encode(), json.dumps(body).encode())
         self._sandboxes[state.sandbox] = state
+
+
+def _limits(bindings: Iterable[SecretBinding]) -> UseLimits:
+    """Return the numbers of uses that all bindings permit."""
+    limits = UNLIMITED
+    for binding in bindings:
+        limits = limits.both(binding.limits)
+    return limits
 
 
 def _storable(name: str) -> bool:

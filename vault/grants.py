@@ -21,7 +21,7 @@ from policy.names import InvalidName, canonical_host, parse_pattern
 from policy.paths import LENIENT, PathPattern, ambiguity, readings, strict_pattern
 from vault import conditions
 from vault.conditions import ANY_SANDBOX, UNLIMITED, ConditionError, Selectors, UseLimits
-from wire.api.vaultd import MOST_GRANTS, BindingForm, ConditionForm, GrantForm, Scope
+from wire.api.vaultd import MOST_GRANTS, BindingForm, GrantForm, Scope
 from wire.errors import Code
 
 MAX_GRANTS = MOST_GRANTS
@@ -165,12 +165,7 @@ class SecretBinding:
         """The form in a message."""
         expires = None if self.expires is None else self.expires.astimezone(UTC).isoformat()
         hosts, schemes = tuple(sorted(self.hosts)), tuple(sorted(map(str, self.schemes)))
-        chosen = ConditionForm(
-            dict(self.selectors.metadata),
-            tuple(sorted(self.selectors.images)),
-            self.limits.uses,
-            self.limits.sandbox_uses,
-        )
+        chosen = conditions.form_of(self.selectors, self.limits)
         return BindingForm(hosts, tuple(sorted(self.ports)), schemes, self.scope.form, expires, chosen)
 
     @classmethod
@@ -180,10 +175,8 @@ class SecretBinding:
         Raises:
             GrantError: some part of it cannot be.
         """
-        chosen = form.conditions
         try:
-            selectors = Selectors.make(chosen.metadata, chosen.images)
-            limits = UseLimits(chosen.uses, chosen.sandbox_uses)
+            selectors, limits = conditions.of_form(form.conditions)
         except ConditionError as error:
             raise GrantError(str(error)) from None
         scope = form.scope
@@ -305,9 +298,12 @@ class Grant:
         return cls.make(document["secret"], document["host"], document["port"], document["scheme"])
 
 
-def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None:
-    """Say why `grant` is outside of what the secret's owner allows, None if it is within."""
-    if binding.expires is not None and now >= binding.expires:
+def check(binding: SecretBinding, grant: Grant, now: datetime | None) -> Refusal | None:
+    """Say why `grant` is outside of what the secret's owner allows, None if it is within.
+
+    With `now` None, the end of the binding does not matter.
+    """
+    if binding.expires is not None and now is not None and now >= binding.expires:
         return Refusal(Code.EXPIRED, "the secret has expired")
     if grant.wildcard or grant.host not in binding.hosts:
         return Refusal(Code.NOT_BOUND, "the secret is not bound to this host")

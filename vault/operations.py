@@ -19,13 +19,15 @@ from typing import Any
 
 import wire
 from audit.client import AuditUnavailable
-from policy.references import SecretReference
+from policy.references import SecretReference, is_reference
 from vault.authority import ANY
 from vault.channels import Audit, Channels
 from vault.custody import Custody, CustodyError, SandboxState
 from vault.freeze import Extent, TooManyFreezesError
 from vault.grants import Grant, GrantError, Refusal, SecretBinding, check, host_pattern, inline_name, secret_name
 from vault.keyring import MasterKeyError
+from vault.limit_record import TooManyLimitsError
+from vault.limits import ReferenceLimit, limit_pattern
 from vault.readings import Readings
 from vault.secret import Secret
 from vault.stores.port import StoreError, check_value
@@ -89,6 +91,10 @@ class VaultOperations:
                 await self._delete(request, actor)
             case vaultd.Reset():
                 await self._reset(request, actor)
+            case vaultd.Limit():
+                return await self._limit(request, actor)
+            case vaultd.Unlimit():
+                await self._unlimit(request, actor)
             case vaultd.RevokeAll():
                 return await self._revoke_all(request, actor)
             case vaultd.FreezeSecrets():
@@ -121,8 +127,10 @@ class VaultOperations:
 
     def _listed(self) -> vaultd.Listed:
         infos, custody = self._store.list_infos(), self._custody
-        used = {info.name: custody.budgets.used(info.name) for info in infos if info.binding.limits.limited}
-        return vaultd.Listed(tuple(info.form for info in infos), used, custody.freezes.forms)
+        names = {info.name for info in infos if info.binding.limits.limited}
+        names |= {name for name in custody.budgets.counted() if is_reference(name)}
+        used = {name: custody.budgets.used(name) for name in sorted(names)}
+        return vaultd.Listed(tuple(info.form for info in infos), used, custody.freezes.forms, custody.limits.forms)
 
     async def _put(self, request: vaultd.Put, actor: str) -> vaultd.Version:
         name, value = secret_name(request.name), Secret(request.value.text)
@@ -153,14 +161,39 @@ class VaultOperations:
         await self._channels.revoke_everywhere(name, self._custody.users(name))
 
     async def _reset(self, request: vaultd.Reset, actor: str) -> None:
-        name = secret_name(request.name)
-        self._store.info(name)
+        name = request.name
+        if not is_reference(name):
+            self._store.info(secret_name(name))
+        elif name not in self._custody.budgets.counted():
+            raise wire.RequestError(wire.Code.UNKNOWN_SECRET, "no use of this reference is counted")
         await self._audit.accept("vault.reset", "info", durable=True, secret=name, actor=actor)
         self._custody.budgets.reset(name)
+
+    async def _limit(self, request: vaultd.Limit, actor: str) -> vaultd.Revoked:
+        limit, limits = ReferenceLimit.of(request.limit), self._custody.limits
+        about = {"secret": limit.pattern, "hosts": sorted(limit.hosts or ()), "actor": actor}
+        replaces = limit.pattern in limits
+        if replaces:  # it can permit more than the former one
+            await self._audit.accept("vault.limit", "info", durable=True, **about)
+        try:
+            limits.put(limit)
+        except TooManyLimitsError as error:
+            raise wire.RequestError(wire.Code.FULL, str(error)) from None
+        if not replaces:
+            self._audit.note("vault.limit", "info", **about)
+        return await self._channels.end_references(limit.matches)
+
+    async def _unlimit(self, request: vaultd.Unlimit, actor: str) -> None:
+        pattern, limits = limit_pattern(request.pattern), self._custody.limits
+        if pattern not in limits:
+            raise wire.RequestError(wire.Code.INVALID, "there is no limit of exactly this pattern")
+        await self._audit.accept("vault.unlimit", "info", durable=True, secret=pattern, actor=actor)
+        limits.remove(pattern)
 
     async def _revoke_all(self, request: vaultd.RevokeAll, actor: str) -> vaultd.Revoked:
         extent = self._known_extent(request.sandbox, request.secret)
         self._audit.note("vault.revoke_all", "info", sandbox=extent.sandbox, secret=extent.secret, actor=actor)
+        self._readings.withdraw(extent)
         return await self._channels.end_leases(extent)
 
     async def _freeze(self, request: vaultd.FreezeSecrets, actor: str) -> vaultd.Revoked:
@@ -170,6 +203,7 @@ class VaultOperations:
         except TooManyFreezesError as error:
             raise wire.RequestError(wire.Code.FULL, str(error)) from None
         self._audit.note("vault.freeze", "info", sandbox=extent.sandbox, secret=extent.secret, actor=actor)
+        self._readings.withdraw(extent)
         revoked = await self._channels.end_leases(extent)
         self._custody.freezes.save()  # not earlier: a slow disk must not delay the workers
         return revoked

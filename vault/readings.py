@@ -7,6 +7,8 @@
   of the reference any more.
 - Another value replaces the former one: `changed` ends the leases of the former one. A definite refusal
   (`wire.api.fetcher.DEFINITE`) ends the value at once.
+- `withdraw` forgets values at an operator's call. Their backends end what they made, and forget what they keep. No
+  later release has a value from before the call.
 - Former values are kept for as long as those of sealed secrets (`vault.stores.port`), in memory: workers look for them
   in responses and never send them.
 - At most one request per reference and sandbox is under way, and a failure counts for `PAUSE` seconds.
@@ -21,12 +23,16 @@ from typing import Any, Protocol
 
 import wire
 from vault.fetching import BackendError, FetcherPort
+from vault.freeze import Extent
 from vault.secret import Secret
 from vault.stores.port import Clock, Former, StoreError, still_former, with_former
-from wire.api.fetcher import DEFINITE, BackendState
+from wire.api.fetcher import DEFINITE, BackendState, Fault, Problem, Reading
 
 MAX_READINGS = 4096
 PAUSE = 1.0
+_EVERY_SANDBOX = "all"
+"""The sandbox of a value that is the same for all, where the backend is asked to forget it. No sandbox has this id."""
+_ATTEMPTS = 3
 RETRY = 5.0
 """Seconds between attempts to refresh a value that is valid, while the backend fails."""
 LOOK = 1.0
@@ -92,6 +98,8 @@ class Readings:
         self._fetching: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._returned: dict[tuple[str, str], float] = {}
         self._giving_back = False
+        self._withdrawals = 0
+        self._forgetting: dict[_Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.changed: Changed | None = None
 
@@ -173,9 +181,34 @@ class Readings:
             self._giving_back = True
             self._run(self._give_back(), "give-back")
 
+    def withdraw(self, extent: Extent) -> None:
+        """Forget the values of an extent: those that were made for its sandbox, or those of every sandbox.
+
+        It does not wait. A later request for such a value waits until the backend has forgotten the former one.
+        """
+        self._withdrawals += 1
+        for key, held in list(self._held.items()):
+            if extent.secret not in (None, key[0]) or extent.sandbox not in (None, key[1]):
+                continue
+            self._end(key)
+            forgetting = self._forget(key, held.valid_until)
+            self._forgetting[key] = asyncio.get_running_loop().create_task(forgetting, name="forget-secret")
+
+    async def _forget(self, key: _Key, until: float) -> None:
+        reference, holder = key
+        try:
+            await self._fetcher.release(reference, holder or _EVERY_SANDBOX)
+        except BackendError as error:
+            _log.warning("a backend has not revoked %s yet: %s", reference, error)
+            if holder is not None:
+                self._returned[(reference, holder)] = until
+        finally:
+            if self._forgetting.get(key) is asyncio.current_task():
+                del self._forgetting[key]
+
     async def close(self) -> None:
         """End all requests and forget all values."""
-        tasks = [*self._fetching.values(), *self._tasks]
+        tasks = [*self._fetching.values(), *self._forgetting.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,9 +235,8 @@ class Readings:
             task.exception()  # a refresh has no caller that waits
 
     async def _fetch(self, reference: str, sandbox: str) -> None:
-        asked = self._now()
         try:
-            reading = await self._fetcher.fetch(reference, sandbox)
+            asked, reading = await self._read(reference, sandbox)
         except BackendError as error:
             self._refused(reference, sandbox, error)
             raise
@@ -218,6 +250,23 @@ class Readings:
                 _log.info("a backend has another value of %s", reference)
                 self._withdraw(other)
         self._held[key] = held
+
+    async def _read(self, reference: str, sandbox: str) -> tuple[float, Reading]:
+        """Return a value that no withdrawal concerns, and when it was asked for.
+
+        Raises:
+            BackendError: there is none.
+        """
+        for _ in range(_ATTEMPTS):
+            for key in ((reference, None), (reference, sandbox)):
+                if (pending := self._forgetting.get(key)) is not None:
+                    await asyncio.wait({pending})
+            asked, withdrawals = self._now(), self._withdrawals
+            reading = await self._fetcher.fetch(reference, sandbox)
+            if withdrawals == self._withdrawals:
+                return asked, reading
+            await self._fetcher.release(reference, sandbox)
+        raise BackendError(Problem(Fault.BUSY, "secrets are revoked again and again: try later"))
 
     def _refused(self, reference: str, sandbox: str, error: BackendError) -> None:
         now = self._now()

@@ -39,6 +39,7 @@ from vault.hardening import NOT_LOCKED, harden
 from vault.head import HeadError, StoreHead
 from vault.kept_tokens import KeepingOperations, KeptTokens
 from vault.keyring import ENVIRONMENT, KEY_FD, NEXT_ENVIRONMENT, NEXT_KEY_FD, Keyring, MasterKeyError, load, source_of
+from vault.limit_record import ReferenceLimits
 from vault.operations import VaultOperations
 from vault.readings import Readings
 from vault.sources import Sources
@@ -104,7 +105,12 @@ class Vault:
                 self._root.write(_KEY_CHECK, _INDEXED, b"")
             self.rekey(keyring)
             self.custody = Custody(
-                self.store, sandboxes, lineages, freezes=Freezes(self._root), budgets=Budgets(budgets)
+                self.store,
+                sandboxes,
+                lineages,
+                freezes=Freezes(self._root),
+                budgets=Budgets(budgets),
+                limits=ReferenceLimits(self._root),
             )
             self._opened = opened.pop_all()
 

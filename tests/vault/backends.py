@@ -269,6 +269,7 @@ class TokenWorld(BackendWorld):
     """`token://`: a token of a stand-in for an issuer, which does not say when it ends."""
 
     reference, absent = "token://api", "token://absent"
+    expires_in: int | None = None
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -284,7 +285,9 @@ class TokenWorld(BackendWorld):
     def _issue(self, request: BaseHTTPRequestHandler) -> None:
         request.rfile.read(int(request.headers["content-length"]))
         good = request.headers["authorization"] == f"Basic {base64.b64encode(b'client:for-the-issuer').decode()}"
-        answer = {"access_token": self._token, "token_type": "Bearer"} if good else {"error": "invalid_client"}
+        answer: dict[str, object] = {"access_token": self._token, "token_type": "Bearer"}
+        answer |= {} if self.expires_in is None else {"expires_in": self.expires_in}
+        answer = answer if good else {"error": "invalid_client"}
         send(request, 200 if good else 401, json.dumps(answer).encode())
 
     @property

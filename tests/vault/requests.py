@@ -3,6 +3,7 @@
 from typing import Any
 
 from vault.grants import Grant, SecretBinding
+from vault.limits import ReferenceLimit
 from wire.api import vaultd
 from wire.operations import Request
 
@@ -18,6 +19,8 @@ ADMINISTRATION: dict[str, Request[Any]] = {
     "delete": vaultd.Delete("token"),
     "list": vaultd.List(),
     "reset": vaultd.Reset("token"),
+    "limit": vaultd.Limit(ReferenceLimit.make("env://*", ["api.good.test"]).form),
+    "unlimit": vaultd.Unlimit("env://*"),
     "revoke_all": vaultd.RevokeAll(),
     "freeze_secrets": vaultd.FreezeSecrets(),
     "unfreeze_secrets": vaultd.UnfreezeSecrets(),

@@ -138,8 +138,8 @@ async def test_a_replaced_channel_gets_neither_a_secret_nor_an_intermediate(
         with pytest.raises(wire.RequestError) as caught:
             await answer
         assert "stale_generation" == caught.value.code
-    assert former.leases.keys() <= {"token"}
-    assert {} == vault.channels._channels[SANDBOX].leases
+    assert former.leases <= {"token"}
+    assert set() == vault.channels._channels[SANDBOX].leases
     assert Secret(CANARY) == (await newer.release(*ASK)).value
     await newer.close()
     await worker.close()

@@ -671,7 +671,7 @@ def test_the_decision_over_a_stored_secret(place: Place) -> None:
     assert Refusal("unknown_secret", f"the vault has no secret put; the operator adds it: {add}") == decided("GET", "/")
     place.store.put("put", ONE, SecretBinding.make(["other.test"]))
     for scrub in (False, True):
-        assert Refusal("not_bound", "the secret is not bound to this host") == decided("GET", "/v1/x", scrub=scrub)
+        assert Refusal("not_bound", "put: the secret is not bound to this host") == decided("GET", "/v1/x", scrub=scrub)
 
 
 def test_a_lease_is_not_longer_than_its_secret(place: Place) -> None:

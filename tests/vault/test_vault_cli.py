@@ -231,3 +231,22 @@ async def test_a_key_of_systemd_is_made_and_changed_by_systemd(vault: Any, comma
     assert 2 == await console.run(command)
     assert "systemd has the master key" in console.printed
     assert not (vault.directory / "key").exists()
+
+
+async def test_references_are_limited_with_the_options_of_put(vault: Any, console: Console) -> None:
+    limit = ["vault://kv/agents/*", "--host", "API.good.test", "--metadata", "team=a", "--image", "sallyport/base"]
+    assert 0 == await console.run("limit", *limit, "--max-uses", "9", "--max-uses-per-sandbox", "2")
+    assert console.printed == "vault://kv/agents/* is limited; 0 workers have dropped its leases\n"
+    assert 0 == await console.run("limit", "env://TOKEN", "--expires", "2031-01-01T00:00:00Z")
+    assert 0 == await console.run("list")
+    assert (
+        "LIMIT env://TOKEN  expires 2031-01-01T00:00:00+00:00\n"
+        "LIMIT vault://kv/agents/*  host api.good.test; metadata team=a; image sallyport/base; at most 9 uses; "
+        "at most 2 by each sandbox\n"
+    ) == console.printed
+    for wrong in (["vault://kv/agents/*"], ["token", "--max-uses", "1"], ["env://A", "--max-uses", "0"]):
+        assert 2 == await console.run("limit", *wrong)
+    assert 0 == await console.run("unlimit", "env://TOKEN")
+    assert 1 == await console.run("unlimit", "env://TOKEN")
+    assert ["vault://kv/agents/*"] == [one.pattern for one in vault.vault.custody.limits.forms]
+    assert 1 == await console.run("reset", "env://TOKEN")

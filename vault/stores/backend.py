@@ -5,7 +5,8 @@ The properties that each backend has; `tests/vault/test_backends.py` runs the sa
   do. Neither a message nor a log has a value.
 - A value has two times: until the first it is fresh, until the second it is valid. A backend with leases ends both
   with the lease.
-- What a backend makes for one sandbox is not shared, and `release` revokes it.
+- What a backend makes for one sandbox is not shared, and `release` revokes it. After `release` no read has a value that
+  was kept from before.
 - `close` gives back everything that the backend made.
 
 `unleased` gives the times of values without a lease of their own: they are read again after `refresh` seconds, and are
@@ -61,7 +62,11 @@ class Backend(Protocol):
         ...
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
-        """Revoke what was made for a sandbox; nothing if there is nothing. Raises NoValueError."""
+        """Revoke what was made for a sandbox, and forget what is kept of the value: the next read asks the source.
+
+        Raises:
+            NoValueError: it is not revoked.
+        """
         ...
 
     async def examine(self) -> None:

@@ -100,7 +100,10 @@ class TokenBackend:
         return held.now()
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
-        """See `Backend`."""
+        """See `Backend`. The next read obtains another token; the issuer is not asked to revoke this one."""
+        if (lock := self._locks.get(reference.path)) is not None:
+            async with lock:  # a token that is being obtained is forgotten, too
+                self._held.pop(reference.path, None)
 
     async def examine(self) -> None:
         """See `Backend`."""

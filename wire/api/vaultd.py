@@ -20,6 +20,7 @@ MOST_REFERENCES: Final = 4096
 MOST_LEASE_SECONDS: Final = 300
 MOST_SELECTORS: Final = 64
 MOST_FREEZES: Final = 1024
+MOST_LIMITS: Final = 256
 _MOST_METADATA: Final = 64
 _MOST_IMAGES: Final = 8
 _MOST_TEXT: Final = 256
@@ -53,7 +54,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ConditionForm:
-    """Which sandboxes may have a stored secret, and how often it may be used (`vault.conditions`)."""
+    """Which sandboxes may have a secret, and how often it may be used (`vault.conditions`)."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     images: tuple[str, ...] = ()
@@ -116,6 +117,46 @@ class Delete(Request[Done]):
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked:
+    """The workers that have dropped their leases, and those that did not say so and lost their channel."""
+
+    confirmed: int
+    cut_off: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitForm:
+    """What an operator takes away from references to backends (`vault.limits`); None is any.
+
+    `pattern` is a reference, or the beginning of references and `*`; `expires` is an RFC 3339 time.
+    """
+
+    pattern: str
+    hosts: tuple[str, ...] | None
+    ports: tuple[int, ...] | None
+    schemes: tuple[str, ...] | None
+    expires: str | None
+    conditions: ConditionForm
+
+
+@dataclass(frozen=True, slots=True)
+class Limit(Request[Revoked]):
+    """Put a limit in force, in place of the one with the same pattern; end the leases of its references."""
+
+    limit: LimitForm
+
+
+@dataclass(frozen=True, slots=True)
+class Unlimit(Request[Done]):
+    """End the limit with this pattern; refused (`invalid`) if there is none."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        _bounded(self.pattern, _MOST_TEXT, "a pattern")
+
+
+@dataclass(frozen=True, slots=True)
 class Frozen:
     """A freeze: of one sandbox (None: all), of one secret (None: all), since an RFC 3339 time."""
 
@@ -126,11 +167,12 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All stored secrets, the uses of those that are limited, and the freezes in force."""
+    """All stored secrets, the uses of what is limited, the freezes, and the limits of references."""
 
     secrets: tuple[Metadata, ...]
     used: Mapping[str, int] = field(default_factory=dict)
     frozen: tuple[Frozen, ...] = ()
+    limits: tuple[LimitForm, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +195,6 @@ class Reset(Request[Done]):
     """Count the uses of a secret from zero again."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Revoked:
-    """The workers that have dropped their leases, and those that did not say so and lost their channel."""
-
-    confirmed: int
-    cut_off: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +471,7 @@ def _bounded(value: Sized, most: int, what: str) -> None:
 
 CHANNEL: Final = Operations(Intermediate, Release)
 CONTROL: Final = Operations(
-    *(Put, Rotate, Delete, List, Reset, RevokeAll, FreezeSecrets, UnfreezeSecrets, Rekey),
+    *(Put, Rotate, Delete, List, Reset, Limit, Unlimit, RevokeAll, FreezeSecrets, UnfreezeSecrets, Rekey),
     *(OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin),
     *(Refer, CheckReference, ListBackends),
 )

@@ -95,6 +95,7 @@ class HvacBackend:
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """See `Backend`."""
+        self._documents.pop(reference.path, None)
         key = (reference.path, sandbox)
         async with self._lock(key):
             lease = self._leases.get(key)
