@@ -33,7 +33,7 @@ OK, DENIED, WRONG = 0, 1, 2
 
 
 class KnownSecrets(Protocol):
-    """What is known of the vault's secrets. `unknown` says why nothing is known, empty if they are."""
+    """What is known of secrets. `unknown` says why nothing is known of those in the vault, empty if they are known."""
 
     @property
     def unknown(self) -> str: ...
@@ -69,8 +69,8 @@ def check(path: Path | str, stored: KnownSecrets | None = None) -> int:
         uses = secrets_of(policy)
         for use in uses:
             print(f"    secret {use.secret} -> {use.scheme}://{use.host}:{use.port} as {use.kind} ({use.binding})")
-            if stored is not None and not stored.unknown and (lack := stored.remark(use, uses)):
-                print(f"      note: {lack}")
+            if stored is not None and (lack := stored.remark(use, uses)):
+                print(f"      note: {use.secret}: {lack}")
         for rule in policy.rules:
             if rule.request_plans or rule.client_credentials is not None:
                 print(f"    client credentials in {rule.id}: {rule.client_credentials or document.client_credentials}")
@@ -212,8 +212,10 @@ def _explain(
     for plan in _plans(decision):
         print(f"  inject   {plan.place} from secret {plan.secret} as {plan.kind} ({plan.binding})")
         use = SecretUse(plan.secret, asked.host, asked.port, asked.flow.scheme, plan.kind, plan.slot, plan.binding)
-        if stored is not None and (lack := stored.remark(use, secrets_of(policy))):
-            print(f"  vault    {plan.secret}: {lack}{f' ({stored.unknown})' if stored.unknown else ''}")
+        if stored is not None and (
+            lack := stored.remark(use, secrets_of(policy)) or (stored.unknown and f"not checked ({stored.unknown})")
+        ):
+            print(f"  vault    {plan.secret}: {lack}")
     if isinstance(decision, AllowRequest) and decision.client_credentials is not None:
         print(f"  client   credentials of its own: {decision.client_credentials}")
     return OK if explained.sent else DENIED

@@ -238,6 +238,10 @@ class AdminClient(wire.Client):
         """Read a reference to a backend's secret; its value is not returned."""
         return await self.ask(vaultd.CheckReference(reference), timeout=CHECK_TIMEOUT)
 
+    async def probe(self, reference: str) -> None:
+        """Say whether a backend has a secret, without making one; refused with the reason."""
+        await self.ask(vaultd.ProbeReference(reference), timeout=CHECK_TIMEOUT)
+
     async def backends(self) -> tuple[vaultd.BackendLine, ...]:
         """The configured backends, with their problems."""
         return (await self.ask(vaultd.ListBackends(), timeout=CHECK_TIMEOUT)).backends

@@ -21,7 +21,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +34,7 @@ from vault.stores.command import CommandBackend
 from vault.stores.supplied import SuppliedBackend
 from vault.supply import HostSupplier, connect
 from wire.api import fetcher
-from wire.api.fetcher import BackendState, BackendStates, Fault, Fetched, KeptToken, Problem, Reading
+from wire.api.fetcher import BackendState, BackendStates, Fault, Fetched, KeptToken, Probed, Problem, Reading
 from wire.api.vaultd import Value
 from wire.errors import ConfigError
 from wire.frames import close_all
@@ -65,15 +65,17 @@ class Backends:
     async def handle(
         self,
         client: wire.Client,
-        request: fetcher.Fetch | fetcher.Release | fetcher.Examine,
+        request: fetcher.Fetch | fetcher.Probe | fetcher.Release | fetcher.Examine,
         fds: list[int],
-    ) -> Fetched | BackendStates | None:
+    ) -> Fetched | Probed | BackendStates | None:
         """Answer one request of `wire.api.fetcher.SOCKET`."""
         close_all(fds)
         self._keeper.use(client)
         match request:
             case fetcher.Fetch():
                 return await self.fetch(request.reference, request.sandbox)
+            case fetcher.Probe():
+                return Probed((await self._answer(request.reference, lambda backend, named: backend.probe(named)))[1])
             case fetcher.Release():
                 await self.release(request.reference, request.sandbox)
                 return None
@@ -82,26 +84,34 @@ class Backends:
 
     async def fetch(self, text: str, sandbox: str) -> Fetched:
         """Read a reference."""
+        found, problem = await self._answer(text, lambda backend, named: backend.read(named, sandbox))
+        if found is None:
+            return Fetched(None, problem)
+        return Fetched(Reading(Value(found.value.reveal()), found.fresh, found.valid, found.shared), None)
+
+    async def _answer[Found](
+        self, text: str, ask: Callable[[Backend, SecretReference], Awaitable[Found]]
+    ) -> tuple[Found | None, Problem | None]:
+        """Ask the backend of a reference; return its answer, or the problem."""
         try:
             reference = SecretReference.parse(text)
         except ValueError as error:
-            return Fetched(None, Problem(Fault.UNCONFIGURED, str(error)))
+            return None, Problem(Fault.UNCONFIGURED, str(error))
         backend = self._backends.get(reference.backend)
         if backend is None:
-            return Fetched(None, unconfigured(reference.backend))
+            return None, unconfigured(reference.backend)
         try:
             async with asyncio.timeout(self._seconds), self._reads:
-                found = await backend.read(reference, sandbox)
+                return await ask(backend, reference), None
         except NoValueError as error:
             _log.warning("%s: %s", reference, error)
-            return Fetched(None, error.problem)
+            return None, error.problem
         except TimeoutError:
             _log.warning("%s: no answer in time", reference)
-            return Fetched(None, Problem(Fault.TIMEOUT, f"{reference.backend} did not answer in time"))
+            return None, Problem(Fault.TIMEOUT, f"{reference.backend} did not answer in time")
         except Exception as error:  # noqa: BLE001 - fails closed: no value, and no text that could contain one
             _log.error("%s: %s", reference, type(error).__name__)
-            return Fetched(None, Problem(Fault.FAILED, f"{reference.backend} failed: {type(error).__name__}"))
-        return Fetched(Reading(Value(found.value.reveal()), found.fresh, found.valid, found.shared), None)
+            return None, Problem(Fault.FAILED, f"{reference.backend} failed: {type(error).__name__}")
 
     async def release(self, text: str, sandbox: str) -> None:
         """Revoke what was made for a sandbox.

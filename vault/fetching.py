@@ -26,6 +26,9 @@ _CODES = {
 """Of definite faults. A worker refuses only requests that would carry the secret; after others it refuses its hosts."""
 
 
+_NONE = Problem(Fault.UNCONFIGURED, "the operator has configured no backend of secrets")
+
+
 class BackendError(StoreError):
     """A backend gave no value."""
 
@@ -40,6 +43,10 @@ class FetcherPort(Protocol):
 
     async def fetch(self, reference: str, sandbox: str) -> Reading:
         """Read a reference."""
+        ...
+
+    async def probe(self, reference: str) -> None:
+        """Say whether there is such a secret, without making one."""
         ...
 
     async def release(self, reference: str, sandbox: str) -> None:
@@ -60,7 +67,11 @@ class NoFetcher:
 
     async def fetch(self, reference: str, sandbox: str) -> Reading:
         """See `FetcherPort`."""
-        raise BackendError(Problem(Fault.UNCONFIGURED, "the operator has configured no backend of secrets"))
+        raise BackendError(_NONE)
+
+    async def probe(self, reference: str) -> None:
+        """See `FetcherPort`."""
+        raise BackendError(_NONE)
 
     async def release(self, reference: str, sandbox: str) -> None:
         """See `FetcherPort`."""
@@ -98,6 +109,11 @@ class FetcherClient:
             raise BackendError(answer.problem)
         assert answer.reading is not None  # noqa: S101 - for mypy: the type allows one of both only
         return answer.reading
+
+    async def probe(self, reference: str) -> None:
+        """See `FetcherPort`."""
+        if (problem := (await self._ask(fetcher.Probe(reference))).problem) is not None:
+            raise BackendError(problem)
 
     async def release(self, reference: str, sandbox: str) -> None:
         """See `FetcherPort`."""

@@ -117,6 +117,8 @@ class VaultOperations:
                 await self._refer(request, actor)
             case vaultd.CheckReference():
                 return await self._check_reference(request)
+            case vaultd.ProbeReference():
+                await self._readings.probe(_reference(request.reference))
             case vaultd.ListBackends():
                 return await self._list_backends()
             case vaultd.WriteLogin():
@@ -318,11 +320,7 @@ class VaultOperations:
             await self._channels.revoke_everywhere(name, self._custody.users(name))
 
     async def _check_reference(self, request: vaultd.CheckReference) -> vaultd.Checked:
-        try:
-            reference = str(SecretReference.parse(request.reference))
-        except ValueError as error:
-            raise wire.RequestError(wire.Code.INVALID, str(error)) from None
-        return vaultd.Checked(*await self._readings.check(reference, _CHECK))
+        return vaultd.Checked(*await self._readings.check(_reference(request.reference), _CHECK))
 
     async def _list_backends(self) -> vaultd.BackendLines:
         return vaultd.BackendLines(
@@ -367,6 +365,13 @@ class VaultOperations:
 def _extent(sandbox: str | None, secret: str | None) -> Extent:
     try:
         return Extent(sandbox, secret)
+    except ValueError as error:
+        raise wire.RequestError(wire.Code.INVALID, str(error)) from None
+
+
+def _reference(text: str) -> str:
+    try:
+        return str(SecretReference.parse(text))
     except ValueError as error:
         raise wire.RequestError(wire.Code.INVALID, str(error)) from None
 

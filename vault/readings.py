@@ -148,6 +148,10 @@ class Readings:
             await self._fetcher.release(reference, sandbox)
         return reading.fresh_seconds, reading.valid_seconds
 
+    async def probe(self, reference: str) -> None:
+        """Say whether there is such a secret, without making one. Raises BackendError."""
+        await self._fetcher.probe(reference)
+
     async def examine(self) -> tuple[BackendState, ...]:
         """Return the state of each backend. Raises BackendError."""
         return await self._fetcher.examine()

@@ -4,6 +4,7 @@ import os
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,11 @@ from lifecycle.config.settings import Settings, parse
 from lifecycle.stored_secrets import StoredSecrets
 from policy.compiled import SecretUse
 from policy.facts import Scheme
+from policy.references import SecretReference
+from vault.conditions import Selectors, UseLimits
 from vault.freeze import ALL, Extent
 from vault.grants import SecretBinding
+from vault.limits import ReferenceLimit
 from vault.stores.port import SecretInfo
 
 NOW = datetime.now(UTC)
@@ -43,7 +47,7 @@ STORED = {"token": info("token"), "old": info("old", NOW - timedelta(hours=1))}
         (use(port=8443), "the secret is not bound to this port"),
         (use("old"), "the secret has expired"),
         (use("inline:1/a"), ""),  # a caller's own value
-        (use("vault://kv/a#b"), ""),  # `sallyport vault check` asks its backend
+        (use("vault://kv/a#b"), ""),
     ],
 )
 def test_what_the_vault_would_not_release_is_said(asked: SecretUse, remark: str) -> None:
@@ -60,10 +64,10 @@ def test_the_command_for_a_missing_secret_has_each_host_of_the_policy() -> None:
 
 def test_a_freeze_of_every_sandbox_is_said_and_that_of_one_is_not() -> None:
     said = [StoredSecrets(STORED, (extent,)).remark(use()) for extent in (ALL, Extent(None, "token"))]
-    assert ["the secret is frozen"] * 2 == said
+    assert ["the secret is frozen: sallyport vault unfreeze"] * 2 == said
     reference = use("vault://kv/a#b")
     said = [StoredSecrets(STORED, (extent,)).remark(reference) for extent in (ALL, Extent(None, reference.secret))]
-    assert ["the secret is frozen"] * 2 == said
+    assert ["the secret is frozen: sallyport vault unfreeze"] * 2 == said
     for extent in (Extent("sbx-1"), Extent(None, "old")):
         assert "" == StoredSecrets(STORED, (extent,)).remark(use())
 
@@ -72,11 +76,105 @@ def settings(tmp_path: Path) -> Settings:
     return parse({"sallyport": {"run_dir": str(tmp_path)}}, "test", {})
 
 
-def test_without_an_answer_of_the_vault_nothing_is_checked(tmp_path: Path) -> None:
+def test_without_an_answer_of_the_vault_its_secrets_are_not_checked(tmp_path: Path) -> None:
+    """The settings are known nevertheless."""
     for configured in (None, settings(tmp_path)):
         found = stored_secrets.read(configured)
         assert found.unknown
-        assert "not checked" == found.remark(use())
+        assert "" == found.remark(use())
+    assert found.remark(use("env://A")).startswith("sallyport.vault.environment does not have A")
+
+
+CONFIGURED = {
+    "environment": ["A"],
+    "file_directories": ["/etc/a"],
+    "commands": [{"name": "a", "argv": ["/bin/true"]}],
+    "tokens": [{"name": "a", "kind": "jwt", "client": "c", "audience": "d", "credential": "file://k"}],
+    "hashicorp": {
+        "address": "https://vault.test:8200",
+        "role": "r",
+        "credential_file": "/etc/vault",
+        "allowed": ["kv/agents/*", "kv/one"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("env://A", ""),
+        ("env://B", "sallyport.vault.environment does not have B: add it"),
+        ("file://a", ""),
+        ("command://a", ""),
+        ("command://b", "sallyport.vault.commands has no command b: add it"),
+        ("token://a", ""),
+        ("token://b", "sallyport.vault.tokens has no token b: add it"),
+        ("vault://kv/agents/a/b#t", ""),
+        ("vault://kv/one#t", ""),
+        ("vault://kv/other#t", "sallyport.vault.hashicorp.allowed does not have kv/other: add it"),
+    ],
+)
+def test_what_the_settings_lack_for_a_reference_is_said(reference: str, said: str) -> None:
+    configured = parse({"sallyport": {"vault": CONFIGURED}}, "test", {})
+    found = stored_secrets.unconfigured(configured, SecretReference.parse(reference))
+    assert found.startswith(said) if said else not found
+
+
+@pytest.mark.parametrize("reference", ["env://A", "file://a", "command://a", "token://a", "vault://kv/a#t"])
+def test_a_backend_that_is_not_configured_is_said_for_each_reference(reference: str) -> None:
+    assert stored_secrets.unconfigured(parse({}, "test", {}), SecretReference.parse(reference)).startswith(
+        "sallyport.vault."
+    )
+
+
+REFERENCE = "vault://kv/a#b"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts", "used", "remark"),
+    [
+        ("vault://kv/*", {"hosts": ["a.test"]}, 0, ""),
+        (
+            "vault://kv/*",
+            {"hosts": ["b.test"]},
+            0,
+            "the secret is not bound to this host: `sallyport vault list`",
+        ),
+        ("vault://other/*", {"hosts": ["b.test"]}, 0, ""),
+        (REFERENCE, {"expires": "2020-01-01T00:00:00Z"}, 0, "the secret has expired: `sallyport vault list`"),
+        (REFERENCE, {"limits": UseLimits(3)}, 2, ""),
+        (REFERENCE, {"limits": UseLimits(3)}, 3, "used as often as its limits allow: sallyport vault reset"),
+        (
+            "*",
+            {"selectors": Selectors.make({"team": "a"}, ["i"])},
+            0,
+            "only for sandboxes with metadata team=a, image i",
+        ),
+    ],
+)
+def test_what_a_limit_excludes_is_said(pattern: str, parts: dict[str, Any], used: int, remark: str) -> None:
+    limits = (ReferenceLimit.make(pattern, **parts),)
+    found = StoredSecrets(STORED, limits=limits, used={REFERENCE: used}).remark(use(REFERENCE))
+    assert remark in found if remark else not found
+
+
+def test_the_first_thing_to_do_is_said() -> None:
+    """What the settings lack, then what the vault refuses, then what the backend says. A sealed secret has none."""
+    limits = (ReferenceLimit.make(REFERENCE, expires="2020-01-01T00:00:00Z"),)
+    asked: list[str] = []
+
+    def probe(reference: str) -> str:
+        asked.append(reference)
+        return "missing: write it"
+
+    said = [
+        StoredSecrets(STORED, limits=limits, unconfigured=lambda _: "add it", probe=probe).remark(use(REFERENCE)),
+        StoredSecrets(STORED, limits=limits, probe=probe).remark(use(REFERENCE)),
+        StoredSecrets(STORED, probe=probe).remark(use(REFERENCE)),
+        StoredSecrets(STORED, unconfigured=lambda _: "add it", probe=probe).remark(use()),
+    ]
+    assert ["add it", "the secret has expired: `sallyport vault list`", "missing: write it", ""] == said
+    assert [REFERENCE] == asked
 
 
 def test_a_server_of_another_user_is_told_nothing(tmp_path: Path) -> None:

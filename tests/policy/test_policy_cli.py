@@ -8,6 +8,8 @@ import pytest
 
 from policy.cli import check, explain
 from policy.compiled import SecretUse
+from policy.facts import Scheme
+from tests.kinds import HOST, KINDS, Kind, document
 
 EXAMPLE = Path(__file__).parents[2] / "policies.example.yaml"
 
@@ -160,7 +162,7 @@ class Stored:
 @pytest.mark.parametrize(
     ("stored", "said"),
     [
-        (Stored("the vault has no such secret"), "note: the vault has no such secret"),
+        (Stored("the vault has no such secret"), "note: api-token: the vault has no such secret"),
         (Stored("", "the server does not run"), "secrets: not checked: the server does not run"),
         (Stored(""), None),
     ],
@@ -171,14 +173,40 @@ def test_check_says_what_the_vault_lacks_and_the_file_is_good_nevertheless(
     assert 0 == check(EXAMPLE, stored)
     printed = capsys.readouterr().out
     assert said in printed if said else not {"note:", "not checked"} & set(printed.split())
-    assert bool(stored.asked) is not bool(stored.unknown)
+    assert stored.asked
 
 
 @pytest.mark.parametrize("unknown", ["", "the server does not run"])
 def test_explain_says_what_the_vault_lacks_for_the_request(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = Stored("not checked" if unknown else "the secret has expired", unknown)
+    stored = Stored("" if unknown else "the secret has expired", unknown)
     assert 0 == explain(EXAMPLE, "agents", "api.corp-example.com", 443, "https", "GET", "/v1/x", stored=stored)
     printed = capsys.readouterr().out
     said = f"not checked ({unknown})" if unknown else "the secret has expired"
     assert f"  vault    api-token: {said}\n" in printed
     assert ("api-token", "api.corp-example.com", 443) in stored.asked
+
+
+def test_what_is_known_without_the_vault_is_said_while_it_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    stored = Stored("add it to the settings", "the server does not run")
+    assert 0 == check(EXAMPLE, stored)
+    printed = capsys.readouterr().out
+    assert "note: env://MODELS_API_KEY: add it to the settings" in printed
+    assert "secrets: not checked: the server does not run" in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "secret"),
+    [pytest.param(kind, secret, id=f"{kind.name}-{secret}") for kind in KINDS for secret in kind.names],
+)
+def test_check_and_explain_name_the_secret_of_each_kind(
+    kind: Kind, secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policies.yaml"
+    file.write_text(document(kind.rule(secret)))
+    stored = Stored("it is missing; add it")
+    assert 0 == check(file, stored)
+    assert f"note: {secret}: it is missing; add it\n" in capsys.readouterr().out
+    database = "d" if kind.scheme is Scheme.POSTGRES else None
+    explain(file, "p", HOST, kind.port, kind.scheme.value, database=database, stored=stored)
+    assert f"  vault    {secret}: it is missing; add it\n" in capsys.readouterr().out
+    assert {(secret, HOST, kind.port)} == stored.asked

@@ -28,6 +28,7 @@ ADMINISTRATION: dict[str, Request[Any]] = {
     "attach": vaultd.Attach(SANDBOX, 1),
     "refer": vaultd.Refer((Grant.make("env://TOKEN", "api.good.test", 443, "https").form,)),
     "check_reference": vaultd.CheckReference("env://TOKEN"),
+    "probe_reference": vaultd.ProbeReference("env://TOKEN"),
     "list_backends": vaultd.ListBackends(),
     "write_login": vaultd.WriteLogin("token", "good.test", 443),
 }

@@ -333,3 +333,36 @@ def test_programs_that_hostd_starts_do_not_inherit_the_variables(monkeypatch: py
     assert ("CANARY_OTHER" in inherited, "CANARY_NAMED" in inherited) == (True, False)
     with open(supplies.open(Material.ENVIRONMENT, "CANARY_NAMED")) as file:
         assert FIRST == file.read()
+
+
+@every_backend
+async def test_a_probe_says_whether_there_is_a_secret_and_makes_none(world: BackendWorld) -> None:
+    """No value leaves the fetcher. Nothing is obtained, and no command is run: the control is a read, which does."""
+    await world.store(FIRST)
+    if isinstance(world, CommandWorld):
+        world.value.unlink()  # a run would fail
+    if isinstance(world, TokenWorld):
+        await world.store("")  # an issue would fail
+    await world.vault.admin.probe(world.reference)
+    assert ([], {}) == (world.reads, world.vault.readings._held)
+    if isinstance(world, CommandWorld | TokenWorld):
+        with pytest.raises(wire.RemoteError):
+            await world.vault.admin.check(world.reference)
+    with pytest.raises(wire.RemoteError) as caught:
+        await world.vault.admin.probe(world.absent)
+    assert caught.value.code in (wire.Code.UNKNOWN_SECRET, wire.Code.FORBIDDEN)
+    others = ("token://x", "env://X", "vault://kv/x#y")
+    other = next(each for each in others if not world.reference.startswith(each.partition("://")[0]))
+    with pytest.raises(wire.RemoteError, match="is configured: set sallyport"):
+        await world.vault.admin.probe(other)
+
+
+@every_backend
+async def test_the_refusal_of_a_missing_secret_names_it_and_affects_no_other_one(world: BackendWorld) -> None:
+    await world.store(FIRST)
+    worker = await world.opened(world.reference, world.absent)
+    error = await refused(worker.release(world.absent, HOST, 443, "https", method="GET", path="/"))
+    assert error.reason.startswith(f"{world.absent} has no value; for the operator: missing: ")
+    lease = await worker.release(world.reference, HOST, 443, "https", method="GET", path="/")
+    assert Secret(FIRST) == lease.value
+    await worker.close()

@@ -49,11 +49,12 @@ async def ask(worker: VaultClient, reference: str) -> Lease:
 
 
 async def refusal(worker: VaultClient, reference: str) -> tuple[wire.Code, str]:
-    """Return code and reason of a refused release."""
+    """Return code and reason of a refused release, which names its secret."""
     with pytest.raises(ReleaseRefusedError) as caught:
         await ask(worker, reference)
     assert CANARY not in caught.value.reason
-    return caught.value.code, caught.value.reason
+    assert reference in caught.value.reason
+    return caught.value.code, caught.value.reason.removeprefix(f"{reference} has no value; for the operator: ")
 
 
 @pytest.fixture(name="world")
@@ -542,6 +543,44 @@ async def test_each_sandbox_has_an_account_of_its_own_that_ends_with_the_sandbox
     assert await gone(database, other.partition(":")[0])
     await worker.close()
     await second.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("action", ["revoke_all", "freeze"])
+@of(LeasedWorld)
+async def test_an_operators_call_has_vault_end_the_accounts_that_it_covers(
+    world: LeasedWorld, database: Cluster, action: str
+) -> None:
+    """The account of the other sandbox goes on. The next one of the sandbox is another one."""
+    world.prepare(database)
+    worker = await world.opened(LOGIN)
+    await world.vault.admin.open_sandbox(OTHER_SANDBOX, "lin-2", [grant(LOGIN, HOST)])
+    second = await world.vault.worker(OTHER_SANDBOX, 1)
+    first, other = [(await ask(one, LOGIN)).value.reveal() for one in (worker, second)]
+    began = time.monotonic()
+    await getattr(world.vault.admin, action)(SANDBOX)
+    assert time.monotonic() - began < 1
+    if action == "freeze":
+        assert await gone(database, first.partition(":")[0])
+        assert (await refusal(worker, LOGIN))[0] is wire.Code.FROZEN
+        await world.vault.admin.unfreeze(SANDBOX)
+    again = (await ask(worker, LOGIN)).value.reveal()
+    assert again != first
+    assert await gone(database, first.partition(":")[0])
+    assert [False, True, True] == [logs_in(database, login) for login in (first, again, other)]
+    await worker.close()
+    await second.close()
+
+
+@pytest.mark.system
+@of(LeasedWorld)
+async def test_a_probe_of_a_secret_with_a_lease_makes_no_account(world: LeasedWorld, database: Cluster) -> None:
+    world.prepare(database)
+    await world.opened()
+    await world.vault.admin.probe(LOGIN)
+    assert {} == world.hvac._leases
+    with pytest.raises(wire.RemoteError, match="denied: Vault does not let Sallyport read"):
+        await world.vault.admin.probe("vault://no-such-mount/creds/agents-ro#password")
 
 
 @pytest.mark.system

@@ -290,3 +290,16 @@ async def test_a_limit_that_cannot_be_written_is_not_in_force_and_says_so(world:
     blocked.rmdir()
     assert released(await ask(world, worker))
     await worker.close()
+
+
+@pytest.mark.parametrize("excluding", ["env://*", "env://SALLYPORT_*"])
+async def test_every_limit_that_matches_must_permit_a_release(world: EnvironmentWorld, excluding: str) -> None:
+    """In either order: a permission of one does not outweigh another."""
+    worker = await opened(world)
+    for pattern in ("env://*", "env://SALLYPORT_*"):
+        hosts = [OTHER] if pattern == excluding else [HOST]
+        await world.vault.admin.limit(ReferenceLimit.make(pattern, hosts))
+    assert "not_bound" == await refusal(ask(world, worker))
+    await world.vault.admin.limit(ReferenceLimit.make(excluding, [HOST, OTHER]))
+    assert released(await ask(world, worker))
+    await worker.close()

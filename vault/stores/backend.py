@@ -61,6 +61,14 @@ class Backend(Protocol):
         """Read a reference of this backend for a sandbox. Raises NoValueError."""
         ...
 
+    async def probe(self, reference: SecretReference) -> None:
+        """Say whether there is such a secret, without making one: no lease, no token, no run of a command.
+
+        Raises:
+            NoValueError: there is none.
+        """
+        ...
+
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """Revoke what was made for a sandbox, and forget what is kept of the value: the next read asks the source.
 

@@ -56,12 +56,14 @@ class CommandBackend:
 
     async def read(self, reference: SecretReference, sandbox: str) -> BackendValue:
         """See `Backend`."""
-        command = self._commands.get(reference.path)
-        if command is None:
-            raise NoValueError(Fault.MISSING, "sallyport.vault.commands has no command of this name: add it")
-        environment = {name: await self._variable(text) for name, text in command.environment.items()}
+        command, environment = await self._prepared(reference)
         output = await self._run(command.argv, _BASE | environment)
         return unleased(without_newline(decoded(output, MOST_BYTES)), self._refresh)
+
+    async def probe(self, reference: SecretReference) -> None:
+        """See `Backend`."""
+        command, _ = await self._prepared(reference)
+        _check_executable(reference.path, command)
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """See `Backend`."""
@@ -69,12 +71,18 @@ class CommandBackend:
     async def examine(self) -> None:
         """See `Backend`."""
         for name, command in self._commands.items():
-            if not os.access(command.argv[0], os.X_OK):
-                raise NoValueError(Fault.FAILED, f"the fetcher's user cannot execute the program of {name}")
+            _check_executable(name, command)
 
     async def close(self) -> None:
         """See `Backend`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _prepared(self, reference: SecretReference) -> tuple[Command, dict[str, str]]:
+        """Return a command, and the variables of its settings. Raises NoValueError."""
+        command = self._commands.get(reference.path)
+        if command is None:
+            raise NoValueError(Fault.MISSING, "sallyport.vault.commands has no command of this name: add it")
+        return command, {name: await self._variable(text) for name, text in command.environment.items()}
 
     async def _variable(self, text: str) -> str:
         if not is_reference(text):
@@ -85,6 +93,11 @@ class CommandBackend:
     async def _run(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> bytes:
         work = partial(_output, argv, environment, self._seconds)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _check_executable(name: str, command: Command) -> None:
+    if not os.access(command.argv[0], os.X_OK):
+        raise NoValueError(Fault.FAILED, f"the fetcher's user cannot execute the program of {name}")
 
 
 def _output(argv: tuple[str, ...], environment: Mapping[str, str], seconds: float) -> bytes:

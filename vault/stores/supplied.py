@@ -40,6 +40,10 @@ class SuppliedBackend:
             text = without_newline(text)
         return unleased(text, self._refresh)
 
+    async def probe(self, reference: SecretReference) -> None:
+        """See `Backend`."""
+        await self.read(reference, "")
+
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """See `Backend`."""
 

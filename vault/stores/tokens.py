@@ -91,19 +91,21 @@ class TokenBackend:
 
     async def read(self, reference: SecretReference, sandbox: str) -> BackendValue:
         """See `Backend`."""
-        source = self._sources.get(reference.path)
-        if source is None:
-            raise NoValueError(Fault.MISSING, "sallyport.vault.tokens has no token of this name: add it")
+        source = self._source(reference)
         held = self._held.get(reference.path)
         if held is None or held.fresh_until <= time.monotonic():
             return await asyncio.shield(self._renewal(reference.path, source))
         return held.now()
 
+    async def probe(self, reference: SecretReference) -> None:
+        """See `Backend`."""
+        await self._text(self._source(reference).credential)
+
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """See `Backend`. The next read obtains another token; the issuer is not asked to revoke this one."""
-        if (lock := self._locks.get(reference.path)) is not None:
-            async with lock:  # a token that is being obtained is forgotten, too
-                self._held.pop(reference.path, None)
+        if (renewal := self._renewals.get(reference.path)) is not None:
+            await asyncio.wait([renewal])  # a token that is being obtained is forgotten, too
+        self._held.pop(reference.path, None)
 
     async def examine(self) -> None:
         """See `Backend`."""
@@ -124,6 +126,12 @@ class TokenBackend:
         self._held.clear()
         self._session.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _source(self, reference: SecretReference) -> TokenSource:
+        source = self._sources.get(reference.path)
+        if source is None:
+            raise NoValueError(Fault.MISSING, "sallyport.vault.tokens has no token of this name: add it")
+        return source
 
     def _renewal(self, name: str, source: TokenSource) -> asyncio.Task[BackendValue]:
         """Return the request for a token that is under way, or begin it."""

@@ -99,6 +99,23 @@ class Fetch(Request[Fetched]):
 
 
 @dataclass(frozen=True, slots=True)
+class Probed:
+    """The problem of a reference, if it has one."""
+
+    problem: Problem | None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Request[Probed]):
+    """Say whether there is such a secret, without making one."""
+
+    reference: str
+
+    def __post_init__(self) -> None:
+        _bounded(self.reference)
+
+
+@dataclass(frozen=True, slots=True)
 class Release(Request[Done]):
     """A sandbox no longer uses a value that is not shared: the backend is asked to revoke it."""
 
@@ -214,7 +231,7 @@ def _check_name(name: str) -> None:
         raise ValueError("not the name of a token")
 
 
-SOCKET: Final = Operations(Fetch, Release, Examine)
+SOCKET: Final = Operations(Fetch, Probe, Release, Examine)
 KEEPING: Final = Operations(Recall, Keep)
 REPORTS: Final = Operations(Open)
 CONTROL: Final = Operations(Supply)

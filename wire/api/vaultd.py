@@ -421,6 +421,16 @@ class CheckReference(Request[Checked]):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeReference(Request[Done]):
+    """Say whether there is such a secret, without making one; refused with the reason."""
+
+    reference: str
+
+    def __post_init__(self) -> None:
+        _bounded(self.reference, _MOST_TEXT, "a reference")
+
+
+@dataclass(frozen=True, slots=True)
 class BackendLine:
     """A configured backend: its name, what it is, and its problem (empty: none)."""
 
@@ -473,7 +483,7 @@ CHANNEL: Final = Operations(Intermediate, Release)
 CONTROL: Final = Operations(
     *(Put, Rotate, Delete, List, Reset, Limit, Unlimit, RevokeAll, FreezeSecrets, UnfreezeSecrets, Rekey),
     *(OpenSandbox, Regrant, Narrow, CloseSandbox, Attach, WriteLogin),
-    *(Refer, CheckReference, ListBackends),
+    *(Refer, CheckReference, ProbeReference, ListBackends),
 )
 SANDBOX_REQUESTS: Final = (OpenSandbox, Regrant, Narrow, CloseSandbox)
 """What other users than root may ask."""

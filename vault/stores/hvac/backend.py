@@ -83,15 +83,17 @@ class HvacBackend:
 
     async def read(self, reference: SecretReference, sandbox: str) -> BackendValue:
         """See `Backend`."""
-        if not self._server.permits(reference.path):
-            raise NoValueError(Fault.UNCONFIGURED, "sallyport.vault.hashicorp.allowed does not have this path: add it")
-        mount = await self._mount(reference.path)
+        mount = await self._permitted(reference)
         if mount.kind == "kv":
-            async with self._lock((reference.path, "")):
-                data = await self._document(reference.path, mount)
-            return unleased(_text(data, reference), self._refresh)
+            return await self._kept(reference, mount)
         async with self._lock((reference.path, sandbox)):
             return await self._leased(reference, sandbox)
+
+    async def probe(self, reference: SecretReference) -> None:
+        """See `Backend`. Of a secret with a lease only the mount is known."""
+        mount = await self._permitted(reference)
+        if mount.kind == "kv":
+            await self._kept(reference, mount)
 
     async def release(self, reference: SecretReference, sandbox: str) -> None:
         """See `Backend`."""
@@ -116,6 +118,16 @@ class HvacBackend:
             await asyncio.gather(*map(self._revoke, self._leases.values()), return_exceptions=True)
         self._leases.clear()
         await self._login.close()
+
+    async def _permitted(self, reference: SecretReference) -> _Mount:
+        if not self._server.permits(reference.path):
+            raise NoValueError(Fault.UNCONFIGURED, "sallyport.vault.hashicorp.allowed does not have this path: add it")
+        return await self._mount(reference.path)
+
+    async def _kept(self, reference: SecretReference, mount: _Mount) -> BackendValue:
+        async with self._lock((reference.path, "")):
+            data = await self._document(reference.path, mount)
+        return unleased(_text(data, reference), self._refresh)
 
     def _lock(self, key: _Key) -> asyncio.Lock:
         """Return the lock of a key, which exists while it is in use."""
