@@ -11,6 +11,7 @@
 
 import base64
 import contextlib
+import re
 from collections.abc import Callable
 
 from gateway.effects import Effects, SecretRefused
@@ -22,6 +23,7 @@ from gateway.signing.signer import is_sent, signing_texts
 from policy.compiled import SecretAt
 from policy.injection import InjectionKind, InjectionPlan
 from policy.logins import AnyPlan, LoginPlan
+from policy.references import SecretReference, is_reference
 from vault.client_certificate import CertificateError, parse
 from vault.secret import MIN_SENT, Secret
 
@@ -34,6 +36,7 @@ MAX_PATTERNS = 64
 
 _PARTIAL = "too many responses ended with what looks like the beginning of a secret"
 _MATCHED = "too many responses held a secret; try again later"
+_JWT = re.compile(r"eyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.([A-Za-z0-9_-]+)")
 _NO_PASSWORDS = frozenset({"", "x-oauth-basic", "x-oauth", "api_token"})
 """Placeholders for the password if the user name is the token. A single character counts as one, too."""
 
@@ -201,7 +204,21 @@ def texts_of(plan: AnyPlan, value: Secret) -> frozenset[str | bytes]:
     else:
         scheme, _, rest = text.partition(" ")
         texts = {text, rest.strip()} if scheme.isalnum() else {text}
+        texts |= _parts(plan, rest.strip() or text)
     return frozenset(one for one in texts if len(one) >= MIN_SENT)
+
+
+def _parts(plan: AnyPlan, text: str) -> set[str]:
+    """Return the parts of a composed value that are secrets by themselves.
+
+    They are the password of two fields of a backend, and the signature of a JWT, whose other parts are no secret.
+    """
+    parts: set[str] = set()
+    if is_reference(plan.secret) and len(SecretReference.parse(plan.secret).fields) > 1:
+        parts.add(text.partition(":")[2])
+    if (signed := _JWT.fullmatch(text)) is not None:
+        parts.add(signed[1])
+    return parts
 
 
 def too_short(plan: AnyPlan, value: Secret) -> str | None:
