@@ -454,11 +454,12 @@ class Custody:
         return frozenset(use.secret for use in lost)
 
     def referring(self) -> dict[str, list[str]]:
-        """Return the sandboxes that may have each reference now."""
+        """Return the sandboxes that may have each reference now. One that is frozen for a sandbox is not among them."""
         found: dict[str, list[str]] = {}
         for name, state in self._sandboxes.items():
             for secret in {grant.secret for grant in state.grants & (self._referred or frozenset())}:
-                found.setdefault(secret, []).append(name)
+                if self.freezes.refusal(name, secret) is None:
+                    found.setdefault(secret, []).append(name)
         return found
 
     def _refusal_of_reference(self, wanted: Grant) -> Refusal | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vault.backends import HOST, OTHER, SANDBOX, SealedWorld, TokenWorld, VaultWorld, World
+from tests.vault.backends import HOST, OTHER, SANDBOX, SealedWorld, TokenWorld, VaultWorld, World, grant
 from tests.vault.test_backends import FIRST, SECOND, WORLDS
 from vault import channels
 from vault.fetching import BackendError
@@ -130,6 +130,23 @@ async def test_after_an_operators_call_no_value_from_before_is_released(
         await world.vault.admin.unfreeze(*extent)
     assert Secret(SECOND) == await value()
     await worker.close()
+
+
+@pytest.mark.parametrize("world", [TokenWorld], indirect=True)
+async def test_no_value_of_a_frozen_reference_is_kept_or_refreshed(world: TokenWorld) -> None:
+    """Also if it arrives after the freeze. The control is another sandbox, which is not frozen."""
+    await world.store(FIRST)
+    await world.opened(world.reference)
+    await world.vault.admin.freeze(SANDBOX)
+    await world.vault.readings.obtain(world.reference, SANDBOX)
+    assert world.vault.readings._held
+    world.vault.readings.settle()
+    assert {} == world.vault.readings._held
+    other = "sbx-000000000000000000000002"
+    await world.vault.admin.open_sandbox(other, "lin-2", [grant(world.reference, HOST)])
+    await world.vault.readings.obtain(world.reference, other)
+    world.vault.readings.settle()
+    assert world.vault.readings._held
 
 
 class Slow:

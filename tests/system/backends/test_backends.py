@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opensandbox.models.execd import RunCommandOpts
 
 from testbed.census import daemons
 from testbed.internet import API, STATUS
@@ -77,6 +78,60 @@ def test_without_a_value_the_sandbox_the_log_and_the_operator_get_the_reason(set
             setup.server.unseal()
         assert until(lambda: asked(sandbox, API, f"/v1/quiet/{mark}").endswith("200"), 10)
     assert "Vault is sealed" in stack.sallyport("audit", "tail", "--denied")
+
+
+def test_limits_of_references_bound_requests_and_check_knows_them(setup: Setup) -> None:
+    """The command line of the server. `policy check` asks each backend."""
+    mark, stack = secrets.token_hex(8), setup.stack
+    checked = stack.sallyport("policy", "check", str(stack.policy))
+    assert "note:" not in checked
+    assert "secret token://api-token -> " in checked
+    with sandbox_of(stack, "runc", "env") as sandbox, sandbox_of(stack, "runc", "kv") as other:
+        stack.sallyport("vault", "limit", SOURCES["env"], "--max-uses", "2")
+        stack.sallyport("vault", "limit", "vault://kv/agents/*", "--host", STATUS)
+        try:
+            said = [asked(sandbox, API, f"/v1/quiet/{mark}") for _ in range(3)]
+            assert ["200", "200", "403"] == [each[-3:] for each in said]
+            assert f"the secret {SOURCES['env']} was used as often as its limits allow" in said[2]
+            assert f"{SOURCES['kv']}: the secret is not bound to this host" in asked(other, API, f"/v1/quiet/{mark}")
+            assert asked(other, STATUS, f"/{mark}").endswith("200")
+            assert 2 == len([note for note in setup.arrived(mark) if note["host"] == API])
+            checked = stack.sallyport("policy", "check", str(stack.policy))
+            assert f"note: {SOURCES['env']}: the secret was used as often as its limits allow" in checked
+            assert f"note: {SOURCES['kv']}: the secret is not bound to this host" in checked
+        finally:
+            for pattern in (SOURCES["env"], "vault://kv/agents/*"):
+                stack.sallyport("vault", "unlimit", pattern)
+        for one in (sandbox, other):
+            assert asked(one, API, f"/v1/quiet/{mark}").endswith("200")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+def test_revoke_all_cuts_streams_with_secrets_of_backends_and_has_tokens_obtained_again(
+    setup: Setup, runtime: str
+) -> None:
+    """Both flows have ended when the command answers. The issuer is asked once more, not for each request."""
+    stack, marks = setup.stack, {source: secrets.token_hex(8) for source in ("token", "kv")}
+
+    def ends(mark: str) -> list[float]:
+        return [note["at"] for note in stack.internet.notes() if mark in note.get("heard", "")]
+
+    with sandbox_of(stack, runtime, "token") as first, sandbox_of(stack, runtime, "kv") as second:
+        for sandbox, mark in zip((first, second), marks.values(), strict=True):
+            stream = f"curl -sSN https://{API}/v1/stream/{mark} >/tmp/stream 2>/tmp/stream-error"
+            sandbox.commands.run(stream, opts=RunCommandOpts(background=True))
+            assert until(lambda mark=mark: setup.arrived(mark))
+            assert [] == ends(mark)
+        before = setup.issued.count("c")
+        stack.sallyport("vault", "revoke-all")
+        answered = time.time()
+        assert until(lambda: all(map(ends, marks.values())), 10)
+        late = [at for mark in marks.values() for at in ends(mark) if at > answered + 1]
+        assert [] == late
+        assert asked(first, API, "/v1/quiet/after").endswith("200")
+        assert before + 1 == setup.issued.count("c")
+        assert asked(second, API, "/v1/quiet/after").endswith("200")
 
 
 @pytest.mark.faults

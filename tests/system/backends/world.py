@@ -198,6 +198,8 @@ class Setup:
     mirror: Mirror
     canaries: Canaries = field(repr=False)
     issuer: AuthorizationServer
+    issued: list[str]
+    """The clients to which the test's own issuer gave tokens, in order."""
 
     def arrived(self, mark: str) -> list[dict[str, Any]]:
         """Return the requests of a mark that reached their server."""
@@ -207,7 +209,7 @@ class Setup:
 @contextmanager
 def backed() -> Iterator[Setup]:
     """Run everything."""
-    value, canaries = secrets.token_urlsafe(30), Canaries()
+    value, canaries, issued = secrets.token_urlsafe(30), Canaries(), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="sallyport-vault-") as name,
         pytest.MonkeyPatch.context() as patch,
@@ -236,7 +238,9 @@ def backed() -> Iterator[Setup]:
         roots.write_text(tokens.path.read_text() + logins.authority.path.read_text())
         file.with_name("login").write_text(logins.log_in("confidential") + "\n")
         file.with_name("client-secret").write_text(logins.secret + "\n")
-        port = servers.enter_context(https(tokens, _issuer({"c": (value, value), **_oauth(canaries)}, canaries)))
+        port = servers.enter_context(
+            https(tokens, _issuer({"c": (value, value), **_oauth(canaries)}, canaries, issued))
+        )
         fill(server, value, canaries)
         role, _ = server.app_role()
         chosen = {"secret_id": canaries.values["secret id"]}
@@ -313,7 +317,7 @@ allowed = ["kv/agents/*", "database/creds/agents-*"]
         certificate = internet.directory / f"{REGISTRY}.pem"
         mirror = servers.enter_context(mirroring(netns, REGISTRY_ADDRESS, certificate, canaries.root.pem))
         asyncio.run(seal(stack, value, canaries))
-        yield Setup(stack, server, value, file, database, mirror, canaries, logins)
+        yield Setup(stack, server, value, file, database, mirror, canaries, logins, issued)
 
 
 async def seal(stack: Stack, value: str, canaries: Canaries) -> None:
@@ -357,7 +361,7 @@ def _oauth(canaries: Canaries) -> dict[str, tuple[str, str]]:
     return {"oauth": (canaries.values["oauth secret"], canaries.values["oauth token"])}
 
 
-def _issuer(clients: dict[str, tuple[str, str]], canaries: Canaries) -> Any:
+def _issuer(clients: dict[str, tuple[str, str]], canaries: Canaries, issued: list[str]) -> Any:
     """Return a server of tokens. It knows clients with their secrets and tokens, and one GitHub App."""
     logins = {f"{client}:{secret}": token for client, (secret, token) in clients.items()}
 
@@ -372,6 +376,7 @@ def _issuer(clients: dict[str, tuple[str, str]], canaries: Canaries) -> Any:
         login = ":".join(map(unquote_plus, base64.b64decode(shown).decode().split(":", 1)))  # RFC 6749, 2.3.1
         token = logins.get(login) if scheme == "Basic" else None
         answer = {"access_token": token, "token_type": "Bearer", "expires_in": 3600}
+        issued.extend([login.partition(":")[0]] if token else [])
         send(request, 200 if token else 401, json.dumps(answer if token else {}).encode())
 
     return issue
