@@ -413,3 +413,44 @@ async def test_a_plain_server_that_speaks_only_http2_is_no_reason_to_connect_aga
     assert answer.startswith(b"HTTP/1.1 502 ")
     assert b"new connection" not in answer
     assert ("good.test", 80) not in rig.engine._http2
+
+
+@pytest.mark.parametrize("secrets", [frozenset({"api-token"}), None, frozenset({"other"})])
+async def test_a_revocation_ends_streams_of_http2_that_are_under_way(secrets, lab, upstream_root):
+    """At the client and at the server, of the flow that sent the secret. Another secret ends nothing: the control."""
+    context = lab.tls(upstream_root.leaf("good.test"))
+    context.set_alpn_protocols(["h2"])
+    left = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(24)
+        writer.write(SettingsFrame(0).serialize() + answer(1))
+        end = asyncio.create_task(ended(reader))
+        while not end.done():
+            writer.write(DataFrame(1, data=b"a part of the stream. ").serialize())
+            await asyncio.sleep(0.01)
+        left.set()
+        writer.transport.abort()
+
+    running = lab.running(context)
+    running.rig.upstream.serve = serve
+    async with running as rig:
+        reader, writer, client = await rig.speak_h2()
+        client.send_headers(1, GET, end_stream=True)
+        writer.write(client.data_to_send())
+        async with asyncio.timeout(20):
+            got = 0
+            while got < 3:
+                got += sum(
+                    isinstance(one, h2.events.DataReceived) for one in client.receive_data(await reader.read(999))
+                )
+        cut = rig.engine.revoke(secrets)
+        if secrets == frozenset({"other"}):
+            assert 0 == cut
+            assert await reader.read(999)
+        else:
+            assert 1 == cut
+            async with asyncio.timeout(1):
+                await ended(reader)
+                await left.wait()
+        writer.close()
