@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import batched
 from typing import Any
 
 import wire
@@ -134,6 +135,20 @@ class Hostd(Daemon):
                 Otherwise a gateway that does not confirm it keeps, or is replaced with, the former policy.
         """
         return await self.ask(hostd.Configure(sandbox, selection.to_text(), decided))
+
+    async def claimable(self, sandboxes: Sequence[str]) -> frozenset[str]:
+        """Return those of the idle members whose image may still be started."""
+        found: set[str] = set()
+        for some in batched(sandboxes, hostd.MOST_CLAIMABLE, strict=False):
+            found.update((await self.ask(hostd.Claimable(some))).sandboxes)
+        return frozenset(found)
+
+    async def claim(self, sandbox: str, selection: Selection, env: Mapping[str, str]) -> hostd.PolicyInForce:
+        """Give an idle member the policy of its claim. It refuses with `unknown_image` if it is not claimable.
+
+        The output of the sandbox does not show values of `env`.
+        """
+        return await self.ask(hostd.ClaimMember(sandbox, selection.to_text(), env))
 
     async def policy(self, sandbox: str) -> str:
         """Return the digest of the policy that a sandbox's worker has confirmed, or an empty text."""

@@ -68,6 +68,9 @@ from wire.api.hostd import (
     OPERATIONS,
     AddImage,
     AliasImage,
+    Claimable,
+    ClaimableSandboxes,
+    ClaimMember,
     Configure,
     DescribeImage,
     Diagnosis,
@@ -427,6 +430,10 @@ class Host:
                 return await self._launch(request)
             case Configure(sandbox, selection, decided):
                 return await self._parts()[1].configure(sandbox, selection, decided=decided)
+            case Claimable(names):
+                return ClaimableSandboxes(await self._parts()[1].claimable(names))
+            case ClaimMember(sandbox, selection, env):
+                return await self._parts()[1].claim(sandbox, selection, env)
             case Pause(sandbox):
                 await self._parts()[1].pause(sandbox)
                 return wire.Done()

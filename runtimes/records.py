@@ -1,7 +1,8 @@
 """The records of sandboxes. After a kill of hostd, the next hostd adopts or removes each sandbox by its record.
 
 - Each sandbox has one file, in a directory of root. It is replaced as a whole, before the step that it describes.
-- A record has no secret: it has a policy, names, numbers and the seed of the sandbox's placeholders.
+- A record has a policy, names, numbers, the seed of the sandbox's placeholders, and the variables of its claim from a
+  pool. It has no other secret.
 - A file that is not exactly a record counts as missing: its sandbox is removed, not adopted.
 
 Records are not synced to disk, because no sandbox survives a crash of the host.
@@ -41,6 +42,10 @@ class SandboxRecord(BaseModel):
     selection: str
     compiled: dict[str, Any]
     seed: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    images: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Name and id of the image that it was started from, empty after a restore; None: a former release started it."""
+    given: dict[str, str] = Field(default={}, repr=False)
+    """The variables of its claim from a pool."""
 
 
 class RecordStore:

@@ -42,7 +42,9 @@ class HostSandbox:
     policy: str = ""
     """The digest of the policy that its worker has confirmed."""
     images: tuple[str, ...] | None = None
-    """Name and id of the image that it was started from, empty after a restore; None if another hostd started it."""
+    """Name and id of the image that it was started from, empty after a restore; None if a former release started it."""
+    given: dict[str, str] = field(default_factory=dict, repr=False)
+    """The variables that it got with its claim from a pool. No description of its container has them."""
     phase: Phase = "launching"
     container: str | None = None
     restarts: int = 0
@@ -79,6 +81,8 @@ class HostSandbox:
             selection=self.selection,
             compiled=self.compiled,
             seed=self.seed,
+            images=self.images,
+            given=self.given,
         )
 
 

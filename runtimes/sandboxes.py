@@ -27,7 +27,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,16 @@ from runtimes.engine import containers
 from runtimes.engine.containers import keep_tmp_on_disk, plan_container, write_files
 from runtimes.engine.disk import Disks
 from runtimes.engine.disk_rate import DiskRate
-from runtimes.engine.docker import ContainerPlan, Docker, DockerError, Layout, LocalImage, Mount, VolumeBind
+from runtimes.engine.docker import (
+    ContainerPlan,
+    Docker,
+    DockerError,
+    Layout,
+    LocalImage,
+    Mount,
+    UnknownImage,
+    VolumeBind,
+)
 from runtimes.engine.plans import Plans
 from runtimes.engine.printed import LogTail
 from runtimes.ledgers import Ledgers
@@ -196,7 +205,7 @@ class Sandboxes:
             OSError: its ingress listener cannot be made; the sandbox was not adopted.
         """
         sandbox = HostSandbox(record.sandbox, record.generation, record.runtime, phase="running", running=True)
-        sandbox.seed = record.seed
+        sandbox.seed, sandbox.images, sandbox.given = record.seed, record.images, dict(record.given)
         sandbox.slot, sandbox.slot_index, sandbox.container = slot, slot.index, record.container
         sandbox.selection, sandbox.compiled, sandbox.policy = record.selection, record.compiled, record.policy
         sandbox.paused = self._pausing.was_paused(sandbox)
@@ -481,6 +490,32 @@ class Sandboxes:
                 if document == self._documents:
                     digest = await self._put_in_force(sandbox, selection, policy, decided=decided)
                     return PolicyInForce(digest, provided)
+
+    async def claimable(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the sandboxes whose image may still be started, under the name that they were started by."""
+        there = {name: images for name in names if (one := self._known.get(name)) and (images := one.images)}
+        listed = {images: await self._is_listed(*images) for images in set(there.values())}
+        return tuple(name for name, images in there.items() if listed[images])
+
+    async def claim(self, name: str, selection: str, env: Mapping[str, str]) -> PolicyInForce:
+        """Put the policy of a claim in force at an idle member, and return it. Its output shows no value of `env`.
+
+        Raises:
+            wire.RequestError: `unknown_image`, because its image may not be started now; and those of `configure`.
+        """
+        sandbox = self._get(name)
+        if not sandbox.images or not await self._is_listed(*sandbox.images):
+            raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "the image of this sandbox may not be started any more")
+        sandbox.given = dict(env)
+        return await self.configure(name, selection, decided=False)
+
+    async def _is_listed(self, image: str, ident: str) -> bool:
+        try:
+            return (await self._images.image(image)).id == ident
+        except UnknownImage:
+            return False
+        except DockerError as error:
+            raise as_refusal(error) from error
 
     def document_changed(self) -> None:
         """Put the operator's new document in force in every sandbox. This does not depend on `serve`."""
@@ -800,7 +835,7 @@ class Sandboxes:
         if lines and sandbox.printed is None and sandbox.container is not None:
             try:
                 query = LogTail(lines, most=MOST_KEPT)
-                sandbox.printed = await self._read(sandbox.id, sandbox.container, query, _LAST_SECONDS)
+                sandbox.printed = await self._read(sandbox, query, _LAST_SECONDS)
             except Exception as error:  # noqa: BLE001 - closes: no output keeps a sandbox from being removed
                 _log.warning("the output of %s is lost: %s", sandbox.id, type(error).__name__)
         try:
@@ -860,12 +895,14 @@ class Sandboxes:
         if sandbox.container is None:
             return Printed("", False)
         try:
-            return await self._read(name, sandbox.container, LogTail(lines, since), _READ_SECONDS)
+            return await self._read(sandbox, LogTail(lines, since), _READ_SECONDS)
         except DockerError as error:
             raise wire.RequestError(wire.Code.DOCKER, str(error)) from error
 
-    async def _read(self, name: str, container: str, query: LogTail, seconds: float) -> Printed:
-        return Printed(*await self._docker.output(container, query, containers.environment(name, {}), seconds))
+    async def _read(self, sandbox: HostSandbox, query: LogTail, seconds: float) -> Printed:
+        own = containers.environment(sandbox.id, {})
+        container = sandbox.container or ""
+        return Printed(*await self._docker.output(container, query, own, sandbox.given, seconds))
 
 
 def _kill(sandbox: HostSandbox) -> None:

@@ -234,7 +234,7 @@ def build(
         rows,
         orchestrator,
         creations,
-        Pools(registry, creations, orchestrator, members, journal=journal, clock=clock, limits=config.limits),
+        Pools(registry, creations, orchestrator, members, hostd, journal=journal, clock=clock, limits=config.limits),
         clock,
         egress,
         egress_api,

@@ -27,7 +27,7 @@ MOST_LINES = 10_000
 _SHOWN_DIGEST, _SHOWN_CONTAINER = 16, 12
 _LABEL_WIDTH = 18
 _RULE = "=" * 60
-_WITHHELD = "The output of a sandbox from a pool is not shown if its variables can have values that it must not show."
+_WITHHELD = "The output is not shown, because it is not known which values of variables it must not show."
 
 
 @dataclass(frozen=True, slots=True)

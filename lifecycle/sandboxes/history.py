@@ -4,18 +4,17 @@
 - It is bounded: of many events the first and the last ones stay. The output is that of the removal, shortened.
 - It has no value of the environment, only names. hostd has removed the caller's values from the output. No output of a
   sandbox that never ran is kept.
-- A member of a pool has a history from its claim on. hostd does not know the variables that it gets then, so its output
-  is `withheld`, unless there is no value to remove.
+- A member of a pool has a history from its claim on. Its output is `withheld` until hostd has the variables of the
+  claim, whose values it removes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from audit.records import escape
 from lifecycle.sandboxes.quantities import Resources
 from lifecycle.sandboxes.registry import Sandbox, State
-from wire.api.hostd import LEAST_HIDDEN
 
 MOST_EVENTS = 200
 MOST_OUTPUT = 32 * 1024
@@ -77,10 +76,10 @@ class Given:
         made = cls(resources.cpu_nanos, resources.memory_bytes, resources.pids, resources.disk_bytes, ())
         return made.with_variables(env)
 
-    def with_variables(self, env: Mapping[str, str]) -> "Given":
+    def with_variables(self, names: Iterable[str]) -> "Given":
         """Return the same with other names of variables."""
-        names = sorted(env)
-        return replace(self, variables=tuple(names[:_MOST_NAMES]), more_variables=max(0, len(names) - _MOST_NAMES))
+        known = sorted(set(names))
+        return replace(self, variables=tuple(known[:_MOST_NAMES]), more_variables=max(0, len(known) - _MOST_NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +163,10 @@ class History:
             history = replace(history, policy_digest=row.policy_digest)
         return history
 
-    def handed_over(self, env: Mapping[str, str]) -> "History":
-        """Return the history of a claimed member that gets the variables `env`."""
-        long = any(len(value.strip().encode()) >= LEAST_HIDDEN for value in env.values())
-        given = None if self.given is None else self.given.with_variables(env)
-        return replace(self, given=given, withheld=long)
+    def handed_over(self, names: Iterable[str]) -> "History":
+        """Return the history of a claimed member that gets variables of these names. hostd has their values."""
+        given = None if self.given is None else self.given.with_variables(names)
+        return replace(self, given=given, withheld=False)
 
     def observed(self, generation: int, exit_code: int | None, now: float, *, oom: bool) -> "History":
         """Return the history after hostd has described the sandbox."""

@@ -2,11 +2,12 @@
 
 - A claim converts the row of one idle member in one transaction of the database. So two claims never get the same
   member, and none gets a member whose removal has begun.
+- A member whose image was removed or replaced is given to no claim. hostd compares the images.
 - Without an idle member a claim waits for a bounded time, and is then refused with 429. A full pool refuses at once.
 """
 
 import asyncio
-from collections.abc import Callable, MutableSet
+from collections.abc import Awaitable, Callable, MutableSet, Sequence
 
 from lifecycle.api.errors import ApiError
 from lifecycle.sandboxes.ceilings import Ceilings
@@ -19,6 +20,8 @@ _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 2
 
 type Convert = Callable[[Sandbox], Sandbox]
+type ClaimableOf = Callable[[Sequence[str]], Awaitable[frozenset[str]]]
+"""Returns those of the members whose image may still be started."""
 
 
 class _Taken(Exception):
@@ -45,10 +48,13 @@ class Members:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def claim(self, pool: str, convert: Convert, making: MutableSet[str], ceilings: Ceilings) -> Sandbox:
+    async def claim(
+        self, pool: str, claimable: ClaimableOf, convert: Convert, making: MutableSet[str], ceilings: Ceilings
+    ) -> Sandbox:
         """Convert an idle member of a pool to the row of its new owner, and return that row.
 
         Args:
+            claimable: raises what the caller gets if no member can be claimed.
             making: gets the member's id before its row is converted.
             ceilings: for the owner's sandboxes. The member counts in the total already.
 
@@ -59,7 +65,9 @@ class Members:
         deadline = loop.time() + self._seconds
         while True:
             arrived = self._arrived
-            for member in await self._registry.idle(pool, _CANDIDATES):
+            idle = await self._registry.idle(pool, _CANDIDATES)
+            fit = await claimable(idle)
+            for member in (one for one in idle if one in fit):
                 if member not in making and (row := await self._convert(member, convert, making, ceilings)):
                     self.wanted.set()
                     return row

@@ -5,7 +5,7 @@
 - One task compares each pool with its capacity, after each change and every few seconds. It makes and removes members.
   A pool whose members cannot be made is tried again at growing intervals, and says why.
 - After the deletion of a pool its idle members are removed. Claimed sandboxes stay: they are their callers'.
-- A member that has ended, or is older than a day, is replaced.
+- A member that has ended, is older than a day, or whose image was removed or replaced, is replaced.
 
 This module does not use HTTP. Refusals are `ApiError`s because the contract defines their codes.
 """
@@ -16,7 +16,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import wire
 from lifecycle.api.errors import ApiError, invalid
+from lifecycle.daemon_clients import Hostd, Unreachable
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import SandboxLimits, idle_member
 from lifecycle.sandboxes.journal import Journal
@@ -64,6 +66,7 @@ class Pools:
         creations: Creations,
         orchestrator: Orchestrator,
         members: Members,
+        hostd: Hostd,
         *,
         journal: Journal,
         clock: Clock,
@@ -73,6 +76,7 @@ class Pools:
         self._creations = creations
         self._orchestrator = orchestrator
         self._members = members
+        self._hostd = hostd
         self._journal = journal
         self._clock = clock
         self._limits = limits
@@ -186,6 +190,8 @@ class Pools:
         for row in rows:
             if row.idle and (row.pool not in keys or self._is_over(row)):
                 self._remove(row.id, "its pool is gone" if row.pool not in keys else "a member is replaced")
+        for member in await self._outdated([row.id for row in rows if row.idle and row.state is State.RUNNING]):
+            self._remove(member, "its image was removed or replaced")
         full = set()
         for pool in pools:
             state = self._states.setdefault(pool.key, _State())
@@ -214,6 +220,16 @@ class Pools:
         if row.state is State.RUNNING:
             return row.created_at + OLDEST_SECONDS < self._clock()
         return row.state not in (State.PENDING, State.STOPPING)
+
+    async def _outdated(self, idle: Sequence[str]) -> list[str]:
+        """Return the idle members whose image may not be started any more; none while hostd does not answer."""
+        if not idle:
+            return []
+        try:
+            fit = await self._hostd.claimable(idle)
+        except (Unreachable, wire.RemoteError):
+            return []
+        return [member for member in idle if member not in fit]
 
     def _make(self, pool: SandboxPool, state: _State) -> None:
         if asyncio.get_running_loop().time() < state.due:
@@ -248,6 +264,7 @@ class Pools:
     async def _take_away(self, sandbox: str, why: str) -> None:
         with contextlib.suppress(ApiError, RegistryError):  # claimed, or left as Stopping for the reaper
             await self._orchestrator.remove(sandbox, why, unless=lambda row: not row.idle)
+            self._members.wanted.set()
 
 
 def _taken(name: str) -> ApiError:

@@ -187,9 +187,9 @@ class Creations:
     async def _begin(self, plan: Plan, key_label: str) -> Creation:
         version = self._policies.version
         compiled = await self._admit(plan)
-        if plan.snapshot is None:
-            await self.check_image(plan.image)
         if plan.claim is None:
+            if plan.snapshot is None:
+                await self.check_image(plan.image)
             row = self._row(self._new_id(), plan, compiled, key_label)
             self._making.add(row.id)
             try:
@@ -201,6 +201,7 @@ class Creations:
         else:
             row = await self._members.claim(
                 plan.claim.pool,
+                lambda members: self._claimable(plan.image, members),
                 lambda member: self._row(member.id, plan, compiled, key_label),
                 self._making,
                 self._bounds.ceilings,
@@ -314,6 +315,18 @@ class Creations:
         except Unreachable as error:
             raise unavailable("DOCKER::INITIALIZATION_ERROR", f"Sandboxes cannot be started now: {error}.") from None
 
+    async def _claimable(self, image: str, members: Sequence[str]) -> frozenset[str]:
+        """Return those of the members whose image may still be started. Without one the image is checked."""
+        try:
+            found = await self._hostd.claimable(members)
+        except wire.RemoteError as error:
+            raise _failure(error) from None
+        except Unreachable as error:
+            raise unavailable("DOCKER::INITIALIZATION_ERROR", f"Sandboxes cannot be started now: {error}.") from None
+        if not found:
+            await self.check_image(image)
+        return found
+
     async def _no_image(self, name: str) -> ApiError:
         message = f"Image {name[:200]!r} is not available on this server and cannot be pulled"
         with contextlib.suppress(wire.RemoteError, Unreachable):
@@ -404,11 +417,11 @@ class Creations:
             policy=compiled.digest,
         )
         env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
-        shown = {**env, **dict.fromkeys(compiled.variables, "")}
-        with contextlib.suppress(RegistryError):  # Without this its output is not shown.
-            await self._registry.record(row.id, lambda history: history.handed_over(shown))
         await self._vaultd.regrant(row.id, compiled.grants, compiled.names, metadata=row.metadata)
-        in_force = await self._hostd.configure(row.id, compiled.selection, decided=False)
+        in_force = await self._hostd.claim(row.id, compiled.selection, env)
+        names = (*env, *compiled.variables)
+        with contextlib.suppress(RegistryError):  # Without this its output is not shown.
+            await self._registry.record(row.id, lambda history: history.handed_over(names))
         await self._begin_with(row, plan, env, in_force.provided)
         return in_force.digest
 

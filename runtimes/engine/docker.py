@@ -589,21 +589,25 @@ class Docker:
             error=str(state["Error"])[:500],
         )
 
-    async def output(self, container: str, query: LogTail, own: Mapping[str, str], seconds: float) -> tuple[str, bool]:
+    async def output(
+        self, container: str, query: LogTail, own: Mapping[str, str], more: Mapping[str, str], seconds: float
+    ) -> tuple[str, bool]:
         """Return the last lines that a container has written, and whether some of them are missing.
 
-        The values of its environment are replaced, except those of the image and those in `own`.
+        The values of its environment and of `more` are replaced, except those of the image and those in `own`.
 
         Raises:
             DockerError: Docker refused, or does not answer in time; also if there is no such container.
         """
         what = f"output of {container}: {query}"
-        read = partial(self._read_output, container, query, own)
+        read = partial(self._read_output, container, query, own, more)
         text, dropped = await self._look(what, read, pool=self._reading, seconds=seconds)
         return str(text), bool(dropped)
 
-    def _read_output(self, container: str, query: LogTail, own: Mapping[str, str]) -> tuple[str, bool]:
-        hidden = Hidden.of(self._given(container, own))
+    def _read_output(
+        self, container: str, query: LogTail, own: Mapping[str, str], more: Mapping[str, str]
+    ) -> tuple[str, bool]:
+        hidden = Hidden.of(self._given(container, own), more)
         url = self._api._url("/containers/{0}/logs", container)
         asked = {"stdout": 1, "stderr": 1, "follow": 0, "tail": entries(query, hidden)}
         asked["timestamps"] = int(query.since is not None)

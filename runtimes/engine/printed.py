@@ -58,11 +58,11 @@ class Hidden:
     lines: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, variables: Mapping[str, str]) -> "Hidden":
-        """Return what is hidden of an environment."""
+    def of(cls, *environments: Mapping[str, str]) -> "Hidden":
+        """Return what is hidden of environments. Each can have its own value of the same variable."""
         marks: dict[bytes, bytes] = {}
         lines: dict[bytes, bytes] = {}
-        for name, text in sorted(variables.items()):
+        for name, text in sorted(item for environment in environments for item in environment.items()):
             value, mark = text.strip().encode("utf-8", "surrogateescape"), f"[env {name}]".encode()
             if len(value) < LEAST_HIDDEN:
                 continue

@@ -147,6 +147,10 @@ class StandInHostd(StandIn):
         """By sandbox: the event that its gateway waits for before it takes a configuration."""
         self.printed: dict[str, str] = {}
         """The output of each sandbox's entrypoint."""
+        self.outdated: set[str] = set()
+        """The sandboxes whose image was removed or replaced."""
+        self.hidden: dict[str, dict[str, str]] = {}
+        """The variables of claims, by sandbox. Outputs do not show their values."""
         self.gone: set[str] = set()
         """The sandboxes whose gateway has ended. The next gateway begins with the policy in `policies`."""
         self.snapshots: dict[str, int | None] = {}
@@ -172,6 +176,14 @@ class StandInHostd(StandIn):
                 return parameters(await self._launch(request))
             case hostd.Configure():
                 return parameters(await self.configure(request))
+            case hostd.Claimable(names):
+                fit = tuple(name for name in names if name in self.sandboxes and name not in self.outdated)
+                return parameters(hostd.ClaimableSandboxes(fit))
+            case hostd.ClaimMember(sandbox, selection, env):
+                if sandbox in self.outdated:
+                    raise wire.RequestError(wire.Code.UNKNOWN_IMAGE, "the image may not be started any more")
+                self.hidden[sandbox] = dict(env)
+                return parameters(await self.configure(hostd.Configure(sandbox, selection, False)))
             case hostd.Pause(sandbox):
                 self._freeze(sandbox, HostState.PAUSED)
             case hostd.Resume(sandbox):
@@ -258,7 +270,10 @@ class StandInHostd(StandIn):
         return CompiledPolicy.from_json(json.loads(answer.policy)).to_json(), answer.provided
 
     def _printed(self, sandbox: str, lines: int) -> hostd.Printed:
-        written = self.printed.get(sandbox, "").removesuffix("\n").split("\n")
+        text = self.printed.get(sandbox, "")
+        for name, value in self.hidden.get(sandbox, {}).items():
+            text = text.replace(value, f"[env {name}]") if len(value) >= hostd.LEAST_HIDDEN else text
+        written = text.removesuffix("\n").split("\n")
         return hostd.Printed("\n".join(written[-lines:]), False)
 
     async def _remove(self, sandbox: str, lines: int = 0) -> hostd.Printed | None:

@@ -234,7 +234,7 @@ async def test_concurrent_claims_get_different_members_and_the_rest_429(server: 
     assert 5 == len(await rows(server)) == len(server.hostd.named("launch"))
 
 
-@pytest.mark.parametrize("op", ["regrant", "configure"])
+@pytest.mark.parametrize("op", ["regrant", "claim_member"])
 async def test_a_claim_that_fails_leaves_nothing(server: World, op: str) -> None:
     """The member is removed, because it is unknown how far the claim came. Another one takes its place."""
     await made(server)
@@ -265,6 +265,56 @@ async def test_members_that_ended_are_replaced(server: World) -> None:
     server.hostd.change(member.id, state=HostState.EXITED, exit_code=1)
     await until(lambda: member.id not in server.hostd.sandboxes)
     await idle(server, 1)
+
+
+async def test_a_member_of_a_removed_or_replaced_image_is_replaced_and_not_claimed(server: World) -> None:
+    """The claim gets a later one. hostd compares the images again at the claim."""
+    await made(server)
+    (member,) = await rows(server)
+    server.hostd.outdated.add(member.id)
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=CLAIM)
+    assert 202 == answer.status_code, answer.text
+    assert member.id != answer.json()["id"]
+    await until(lambda: member.id not in server.hostd.sandboxes)
+    await idle(server, 1)
+
+
+async def test_a_member_whose_image_goes_during_the_claim_starts_nothing(
+    server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await made(server)
+    (member,) = await rows(server)
+    claim = server.vaultd.answer
+
+    async def late(op: str, given: dict[str, Any]) -> Any:
+        server.hostd.outdated.add(member.id)
+        return await claim(op, given)
+
+    monkeypatch.setattr(server.vaultd, "answer", late)
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=CLAIM)
+    assert (400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED") == (answer.status_code, answer.json()["code"])
+    assert member.id not in server.hostd.sandboxes
+    assert not [one for one in server.hostd.program.seen if one.raw_path == b"/internal/init"]
+
+
+async def test_a_claim_of_a_pool_whose_image_was_removed_is_refused_at_once(
+    server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await made(server)
+    (member,) = await rows(server)
+    server.hostd.outdated.add(member.id)
+    server.hostd.fail["describe_image"] = wire.RequestError(wire.Code.UNKNOWN_IMAGE, "no")
+    async with server.client() as client:
+        answer = await client.post("/v1/sandboxes", json=CLAIM)
+        assert (400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED") == (answer.status_code, answer.json()["code"])
+
+        async def told() -> bool:
+            return "not available" in (await client.get("/v1/pools/p")).json()["status"].get("message", "")
+
+        await until(told)
+    assert {} == server.hostd.sandboxes
 
 
 async def test_members_follow_the_capacity(server: World) -> None:

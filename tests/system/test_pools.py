@@ -10,17 +10,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opensandbox.exceptions import SandboxApiException
 from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule
+from opensandbox.sync.manager import SandboxManagerSync
 from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.census import daemons, take
 from testbed.internet import API, STATUS
 from testbed.stack import IMAGE, Stack
+from tests.images import small
 from tests.system.test_create_and_delete import settled, until
 
 pytestmark = pytest.mark.system
@@ -44,9 +47,9 @@ class Api:
         headers = {"OPEN-SANDBOX-API-KEY": stack.api_key}
         self.client = httpx.Client(base_url=f"{stack.base}/v1", headers=headers, timeout=60, trust_env=False)
 
-    def make(self, runtime: str, number: int, most: int = 8) -> None:
+    def make(self, runtime: str, number: int, most: int = 8, image: str = IMAGE) -> None:
         """Make the pool `p`, and wait for its members."""
-        container = {"image": IMAGE, "resources": {"limits": RESOURCE}}
+        container = {"image": image, "resources": {"limits": RESOURCE}}
         body = {
             "name": "p",
             "template": {"spec": {"containers": [container], "runtimeClassName": runtime}},
@@ -72,11 +75,11 @@ def api(stack: Stack) -> Iterator[Api]:
     assert {} == settled(stack, before)
 
 
-def claimed(stack: Stack, **options: Any) -> SandboxSync:
+def claimed(stack: Stack, image: str = IMAGE, **options: Any) -> SandboxSync:
     """Claim a member with the SDK, which always names an image and limits."""
     extensions = {"poolRef": "p", **options.pop("extensions", {})}
     return SandboxSync.create(
-        IMAGE, connection_config=stack.connection, extensions=extensions, resource=RESOURCE, **options
+        image, connection_config=stack.connection, extensions=extensions, resource=RESOURCE, **options
     )
 
 
@@ -108,6 +111,75 @@ def test_a_claimed_sandbox_has_all_of_its_call(stack: Stack, api: Api, runtime: 
         assert ("a b", str(made.id)) == (made.commands.run("echo $GIVEN").text, made.commands.run("hostname").text)
     finally:
         ended(made)
+
+
+def test_the_output_of_a_claimed_sandbox_is_complete_and_shows_no_value_of_its_call(
+    stack: Stack, api: Api, runtime: str
+) -> None:
+    """Nothing of the time before the claim. Also after hostd was killed, and after the removal."""
+    others = known(stack)
+    api.make(runtime, 1)
+    (member,) = known(stack) - others
+    container, secret = stack.container(member), "canary-of-a-claim"
+    before = stack.docker("logs", container)
+    assert ("", "") == (before.stdout, before.stderr)
+    script = (
+        'echo "first $GIVEN"; sleep 0.5; echo second >&2; until test -e /tmp/go; do sleep 0.1; done; echo "last $GIVEN"'
+    )
+    made = claimed(stack, env={"GIVEN": secret}, entrypoint=["sh", "-c", f"{script}; exec sleep 600"])
+    first = "first [env GIVEN]\nsecond"
+    try:
+        assert until(lambda: first == logs(stack, member)), logs(stack, member)
+        assert secret in stack.docker("logs", container).stdout
+        os.kill(daemons(stack)["runtimes.hostd"], signal.SIGKILL)
+        assert until(lambda: stack.healthy() and first == logs(stack, member))
+        assert until(lambda: not made.commands.run("touch /tmp/go").error)
+        assert until(lambda: f"{first}\nlast [env GIVEN]" == logs(stack, member))
+    finally:
+        ended(made)
+    assert f"{first}\nlast [env GIVEN]" == logs(stack, member)
+
+
+def logs(stack: Stack, sandbox: str) -> str:
+    """Return the output of a sandbox, or why there is none now."""
+    with SandboxManagerSync.create(stack.connection) as manager:
+        try:
+            return str(manager.get_diagnostic_logs(sandbox, "all").content)
+        except SandboxApiException as error:
+            return str(error)
+
+
+@pytest.mark.images
+def test_a_member_of_a_replaced_image_is_given_to_no_claim(
+    stack: Stack, api: Api, runtime: str, tmp_path: Path
+) -> None:
+    """A claim gets a sandbox of the new image. After the removal of the image it gets none."""
+    name = "pools/image:1"
+    tars = [tmp_path / f"{number}.tar" for number in range(2)]
+    for number, path in enumerate(tars):
+        image = small()
+        image.changes = {"author": f"{runtime}-{number}"}
+        path.write_bytes(image.saved(name))
+    others = known(stack)
+    stack.sallyport("image", "add", str(tars[0]))
+    try:
+        api.make(runtime, 2, image=name)
+        former = known(stack) - others
+        stack.sallyport("image", "add", str(tars[1]), "--replace")
+        made = claimed(stack, image=name)
+        try:
+            assert made.id not in former
+            assert "ok" == made.commands.run("echo ok").text
+        finally:
+            ended(made)
+        assert until(lambda: not former & known(stack))
+        api.full(2)
+    finally:
+        stack.sallyport("image", "remove", name)
+    with pytest.raises(SandboxApiException) as refused:
+        claimed(stack, image=name)
+    assert 400 == refused.value.status_code
+    assert until(lambda: others == known(stack))
 
 
 def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) -> None:

@@ -37,6 +37,8 @@ _MOST_PATH: Final = 4096
 _MOST_NAME: Final = 256
 _MOST_NAMES: Final = 32
 MOST_VOLUMES: Final = 32
+MOST_CLAIMABLE: Final = 1000
+"""The most sandboxes of one question."""
 MOST_PATH: Final = 4095
 _MOST_PARTS: Final = 64
 _MOST_PART: Final = 255
@@ -374,7 +376,7 @@ class Launch(Request[PolicyInForce]):
         if self.snapshot is not None:
             check_snapshot(self.snapshot)
         _bounded(self.entrypoint, 1, _MOST_ARGUMENTS, "arguments")
-        _bounded(self.env, 0, _MOST_ENTRIES, "variables")
+        _check_environment(self.env)
         _bounded(self.ca_root, 1, _MOST_ROOT, "characters of ca_root")
         _within(self.cpu_nanos, _LEAST_CPU_NANOS, _MOST_CPU_NANOS, "cpu_nanos")
         _within(self.memory_bytes, _LEAST_MEMORY, _MOST_MEMORY, "memory_bytes")
@@ -383,10 +385,6 @@ class Launch(Request[PolicyInForce]):
             _within(self.disk_bytes, 1, _MOST_DISK, "disk_bytes")
         if not self.entrypoint[0] or any(map(_unfit, self.entrypoint)):
             raise ValueError("an argument is too long or has a NUL, or the program has no name")
-        if any(map(_unfit, self.env.values())):
-            raise ValueError("a variable's value is too long or has a NUL")
-        if sum(len(name) + len(text) for name, text in self.env.items()) > _MOST_ENVIRONMENT:
-            raise ValueError("the environment is too large")
         _bounded(self.volumes, 0, MOST_VOLUMES, "volumes")
         if len({volume.target for volume in self.volumes}) != len(self.volumes):
             raise ValueError("two volumes have the same target")
@@ -406,6 +404,47 @@ class Configure(Request[PolicyInForce]):
 
     def __post_init__(self) -> None:
         check_sandbox(self.sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimableSandboxes:
+    """The sandboxes that a caller can get."""
+
+    sandboxes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claimable(Request[ClaimableSandboxes]):
+    """Ask which of these idle members of pools a caller can get: those that hostd has, and whose image is in the list.
+
+    A member whose image was removed, or whose image's name means another one now, is not in the answer.
+    """
+
+    sandboxes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _bounded(self.sandboxes, 0, MOST_CLAIMABLE, "sandboxes")
+        for sandbox in self.sandboxes:
+            check_sandbox(sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimMember(Request[PolicyInForce]):
+    """Give the worker of an idle member the policy of its claim: the one of a selection (JSON text).
+
+    A member that is not claimable is refused (`unknown_image`). After another refusal its policy is the former one.
+
+    Attributes:
+        env: the variables that its execd gets with its first init. Their values are removed from its output.
+    """
+
+    sandbox: str
+    selection: str = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_sandbox(self.sandbox)
+        _check_environment(self.env)
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,6 +707,14 @@ class ListSnapshots(Request[HeldSnapshots]):
     """Ask for the snapshots on this host."""
 
 
+def _check_environment(env: Mapping[str, str]) -> None:
+    _bounded(env, 0, _MOST_ENTRIES, "variables")
+    if any(map(_unfit, env.values())):
+        raise ValueError("a variable's value is too long or has a NUL")
+    if sum(len(name) + len(text) for name, text in env.items()) > _MOST_ENVIRONMENT:
+        raise ValueError("the environment is too large")
+
+
 def _unfit(text: str) -> bool:
     return "\0" in text or len(text) > MOST_TEXT
 
@@ -686,6 +733,6 @@ IMAGE_REQUESTS: Final = (AddImage, AliasImage, ListImages, ShowImage, RemoveImag
 """What only root may ask."""
 OPERATIONS: Final = Operations(
     *(Doctor, DescribeImage, Images, Launch, Configure, Pause, Resume, Remove, List, Inspect, ReadOutput),
-    *(ListVolumes, RemoveVolume, TakeSnapshot, RemoveSnapshot, ListSnapshots),
+    *(Claimable, ClaimMember, ListVolumes, RemoveVolume, TakeSnapshot, RemoveSnapshot, ListSnapshots),
     *IMAGE_REQUESTS,
 )
