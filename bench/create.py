@@ -139,16 +139,25 @@ def _sallyport(
 def _plain(api: Any, docker_socket: str, runtime: str) -> tuple[float, float]:
     """Return the milliseconds until a container of Docker has printed something, and those of this process's cpu."""
     began, spent = time.perf_counter(), time.process_time()
+    container = plain_container(api, docker_socket, runtime)
+    took = 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - spent)
+    api.remove_container(container, force=True)
+    return took
+
+
+def plain_container(api: Any, docker_socket: str, runtime: str, image: str = IMAGE) -> str:
+    """Start a container of Docker alone. Return its id when it has printed something."""
     host = host_config(api, runtime)
     command = ["sh", "-c", "echo ready; exec tail -f /dev/null"]
-    container = api.create_container(image=IMAGE, command=command, host_config=host)["Id"]
+    container = str(api.create_container(image=image, command=command, host_config=host)["Id"])
     try:
         with _attached(docker_socket, container) as output:
             api.start(container)
             output.recv(1)
-            return 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - spent)
-    finally:
+    except BaseException:
         api.remove_container(container, force=True)
+        raise
+    return container
 
 
 def host_config(api: Any, runtime: str) -> Any:

@@ -80,6 +80,14 @@ class Fixture:
         """Create a sandbox under the benchmarks' policy, with the unmodified SDK, and with `more` extensions."""
         return self.stack.create(runtime, policy="bench", more=more)
 
+    def restore(self, runtime: str, snapshot: str) -> SandboxSync:
+        """Create a sandbox that begins with a snapshot, under the benchmarks' policy."""
+        return SandboxSync.create(
+            snapshot_id=snapshot,
+            connection_config=self.stack.connection,
+            extensions={"sallyport.policy": "bench", "sallyport.runtime": runtime},
+        )
+
 
 @contextmanager
 def fixture(directory: Path, prefix: str, stack_of: type[BenchStack] = BenchStack) -> Iterator[Fixture]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import create, density, execd, first_code, gateway, goals, listing, pause, policy_change
+from bench import burst, create, density, execd, first_code, gateway, goals, listing, pause, policy_change, snapshot
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.fixture import BenchError, BenchStack, CodeStack, DensityStack, Fixture, fixture
@@ -24,7 +24,9 @@ BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "execd": execd.measure,
     "gateway": gateway.measure,
     "policy_change": policy_change.measure,
+    "burst": burst.measure,
     "pause": pause.measure,
+    "snapshot": snapshot.measure,
     "list": listing.measure,
     "code": first_code.measure,
 }

@@ -16,12 +16,12 @@ from bench.main import main
 from tests.stacks import INTERNET
 
 _PROGRAM = """
-import sys, bench.execd, bench.gateway, bench.listing, bench.main, bench.peers
+import sys, bench.burst, bench.execd, bench.gateway, bench.listing, bench.main, bench.peers, bench.snapshot
 bench.gateway.SECONDS, bench.gateway.CONNECTIONS, bench.peers.BULK_BYTES = 1, (1, 4), 10_000_000
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
-bench.listing.SECONDS = 1
-arguments = ["create", "execd", "gateway", "policy_change", "pause", "list", "--rounds", "1"]
+bench.listing.SECONDS, bench.burst.AT_ONCE, bench.snapshot.BYTES = 1, 2, 1_000_000
+arguments = ["create", "execd", "gateway", "policy_change", "burst", "pause", "snapshot", "list", "--rounds", "1"]
 sys.exit(bench.main.main(arguments, prefix=sys.argv[1]))
 """
 
@@ -50,6 +50,8 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     wanted |= {f"p99 at half load: {way}" for way in ("no gateway", "injected", "Envoy")}
     wanted |= {"policy change: last flow ended at the client", "policy change: last flow ended at the far end"}
     wanted |= {f"{op} {runtime}" for op in ("pause", "resume") for runtime in ("runc", "runsc")}
+    wanted |= {f"2 creates at once {runtime}: p99 by p50" for runtime in ("runc", "runsc")}
+    wanted |= {f"snapshot of 1 MB and its restore {runtime}" for runtime in ("runc", "runsc")}
     wanted |= {
         f"{call}{more}" for call in ("get", "list, 20 of 1000") for more in ("", ": processor time of a request")
     }
@@ -58,7 +60,10 @@ def test_every_benchmark_gives_a_table_and_a_document() -> None:
     }
     wanted |= {f"execd runsc: {what}: the SDK against canned answers" for what in ("echo", "small file")}
     assert wanted <= set(figures)
-    assert all(row["n"] == (4 if "small file" in name else 1) for name, row in figures.items())
+    several = {"small file": 4, "2 creates at once": 2}
+    for name, row in figures.items():
+        samples = next((number for part, number in several.items() if part in name and row["unit"] == "ms"), 1)
+        assert samples == row["n"], name
     differences = ("ours", "when idle")
     assert all(row["min"] > 0 for name, row in figures.items() if not name.endswith(differences))
     assert all(figures[row["peer"]] for row in figures.values() if "peer" in row)
