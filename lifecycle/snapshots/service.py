@@ -6,7 +6,8 @@
 - If hostd, the state database or this process goes away meanwhile, the row is unsettled. `settle` compares the
   unsettled rows with hostd: a creation is completed or `Failed`, a removal is completed or undone. No row stays
   `Creating` or `Deleting` while hostd answers.
-- A removal that fails leaves the snapshot as it was, so that it can be repeated.
+- A removal that hostd refuses leaves the snapshot as it was, so that it can be repeated. One whose answer was lost is
+  completed.
 - A snapshot has no expiry. It survives its source, and a restart of the server.
 """
 
@@ -155,23 +156,34 @@ class Snapshots:
         Raises:
             ApiError: 404, 409 while it is created or used, 500 if it cannot be removed, 503 without the audit log.
         """
-        async with self._locks.hold(snapshot):
-            row = await self.get(snapshot)
-            if row.state is SnapshotState.CREATING:
-                raise conflict("INVALID_STATE", "The snapshot is being created.")
-            await self._journal.record("lifecycle.snapshot_delete", "info", sandbox=row.sandbox, snapshot=snapshot)
-            await self._move(row, SnapshotState.DELETING, "snapshot_delete_requested", "Snapshot deletion requested.")
-            try:
-                await self._hostd.remove_snapshot(snapshot)
-            except (Unreachable, wire.RemoteError) as error:
-                before = SnapshotState.READY if row.state is SnapshotState.DELETING else row.state
-                if isinstance(error, wire.RemoteError) and error.code == wire.Code.BUSY:
-                    await self._move(row, before, row.reason, row.message)
-                    raise conflict("DELETE_CONFLICT", "A sandbox uses the snapshot.") from None
-                said = f"The snapshot could not be removed: {explained(error)}."
-                await self._move(row, before, "snapshot_delete_failed", said)
-                raise ApiError(500, "DOCKER::SNAPSHOT_IMAGE_REMOVE_FAILED", said) from None
-            await self._rows.delete(snapshot)
+        try:
+            async with self._locks.hold(snapshot):
+                await self._delete(snapshot)
+        except BaseException:
+            self._wake.set()  # the row can be `Deleting`
+            raise
+
+    async def _delete(self, snapshot: str) -> None:
+        """Remove a snapshot. The caller holds its lock."""
+        row = await self.get(snapshot)
+        if row.state is SnapshotState.CREATING:
+            raise conflict("INVALID_STATE", "The snapshot is being created.")
+        await self._journal.record("lifecycle.snapshot_delete", "info", sandbox=row.sandbox, snapshot=snapshot)
+        await self._move(row, SnapshotState.DELETING, "snapshot_delete_requested", "Snapshot deletion requested.")
+        try:
+            await self._hostd.remove_snapshot(snapshot)
+        except Unreachable as error:  # It is possibly removed. The row stays `Deleting`, and `settle` completes it.
+            said = f"The snapshot is not removed yet: {explained(error)}."
+            raise ApiError(500, "DOCKER::SNAPSHOT_IMAGE_REMOVE_FAILED", said) from None
+        except wire.RemoteError as error:
+            before = SnapshotState.READY if row.state is SnapshotState.DELETING else row.state
+            if error.code == wire.Code.BUSY:
+                await self._move(row, before, row.reason, row.message)
+                raise conflict("DELETE_CONFLICT", "A sandbox uses the snapshot.") from None
+            said = f"The snapshot could not be removed: {explained(error)}."
+            await self._move(row, before, "snapshot_delete_failed", said)
+            raise ApiError(500, "DOCKER::SNAPSHOT_IMAGE_REMOVE_FAILED", said) from None
+        await self._rows.delete(snapshot)
 
     async def run(self) -> None:
         """Settle rows until cancelled."""

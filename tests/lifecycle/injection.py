@@ -126,7 +126,7 @@ class Injector:
             return await self.step(daemon.name, operation(request), lambda: ask(daemon, request, timeout))
 
         replace(daemon_clients.Daemon, "ask", asked)
-        for name in ("admit", "put", "update", "delete"):
+        for name in ("admit", "put", "update", "delete", "call"):
             replace(registry.Registry, name, self._write(name, getattr(registry.Registry, name)))
 
     def _write(self, name: str, write: Callable[..., Awaitable[Any]]) -> Any:

@@ -18,8 +18,9 @@ from lifecycle.api import app
 from lifecycle.api.app import Server, api
 from lifecycle.api.routes.context import Context
 from lifecycle.egress.changes import vault_of
-from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes import pools, reaper
 from lifecycle.sandboxes.registry import Sandbox, State
+from lifecycle.snapshots import service
 from policy.api import parse_network_policy
 from policy.selection import Selection
 from wire.api.states import HostState
@@ -80,8 +81,9 @@ class Place:
         assert self.server is not None
         transport = httpx.ASGITransport(self.server.edge, raise_app_exceptions=False)
         headers = {"OPEN-SANDBOX-API-KEY": KEY, **(more or {})}
+        base = path if path.startswith(("/v1/pools", "/v1/snapshots")) else f"/v1/sandboxes{path}"
         async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client:
-            return await client.request(method, f"/v1/sandboxes{path}", json=content)
+            return await client.request(method, base, json=content)
 
     async def with_fault(
         self, injection: Injection, operation: Callable[[], Awaitable[httpx.Response]]
@@ -122,7 +124,7 @@ async def wrong(place: Place) -> list[str]:
         vault = vault_of(row)
         bindings = () if vault is None else vault.compiled_bindings()
         compiled = await place.server.policies.enforce(Selection(row.policy_name, policy, bindings))
-        if row.policy_digest != compiled.digest:
+        if row.policy_digest != compiled.digest and not row.idle:  # An idle member gets its policy with its claim.
             found.append(f"{name}: the registry's digest is {row.policy_digest[:8]!r}")
         if hostd.policies[name] != compiled.policy.to_json():
             found.append(f"{name}: the gateway has another policy")
@@ -156,14 +158,19 @@ def _api(context: Context) -> FastAPI:
 
 
 @contextlib.asynccontextmanager
-async def running(replace: Callable[[Any, str, Any], None], policy: str | None = None) -> AsyncIterator[Place]:
-    """Run a server whose background tasks run at short intervals."""
+async def running(
+    replace: Callable[[Any, str, Any], None], policy: str | None = None, *, ingress: bool = False
+) -> AsyncIterator[Place]:
+    """Run a server whose background tasks run at short intervals. With `ingress` there are programs in sandboxes."""
     for name, seconds in (("OBSERVE_SECONDS", 0.02), ("RETRY_FIRST", 0.02), ("RETRY_MOST", 0.05)):
         replace(reaper, name, seconds)
+    for name, seconds in (("ROUND_SECONDS", 0.05), ("_RETRY_FIRST", 0.02), ("_RETRY_MOST", 0.05)):
+        replace(pools, name, seconds)
+    replace(service, "SETTLE_SECONDS", 0.02)
     injector = Injector()
     injector.install(replace)
     replace(app, "api", _api)
-    async with world(policy, ingress=False) as described:
+    async with world(policy, ingress=ingress) as described:
         place = Place(described, injector)
         await place.start()
         try:

@@ -19,6 +19,7 @@ from places import BODY, SETTLE_SECONDS, Place, running, settled, wrong
 from psycopg.conninfo import conninfo_to_dict
 from standins import KEY, world
 from test_faults_at_each_step import OPERATIONS, run
+from test_faults_of_claims_and_snapshots import CLAIM, creations, fill, snapshots
 from test_transactions import BODY as CREATE
 
 from lifecycle.config.serve import DatabaseConfig
@@ -176,7 +177,7 @@ class TestACrash:
             cluster.restart()
 
     @pytest.mark.parametrize("mode", CRASHES)
-    @pytest.mark.parametrize("name", ["delete", "renew", "put", "open-vault"])
+    @pytest.mark.parametrize("name", ["delete", "renew", "pause", "resume", "put", "open-vault"])
     async def test_a_change_is_whole_or_did_not_happen(
         self, name: str, mode: str, stored: tuple[Place, Callable[[int, str], Injection]]
     ) -> None:
@@ -225,6 +226,28 @@ class TestACrash:
                 break
         assert [] == found
         assert len(injection.seen) >= 6
+
+    @pytest.mark.parametrize("mode", CRASHES)
+    async def test_a_snapshot_and_its_removal_are_whole_or_did_not_happen(
+        self, mode: str, stored: tuple[Place, Callable[[int, str], Injection]]
+    ) -> None:
+        place, fault = stored
+        await snapshots(place, mode, fault)
+
+    @pytest.mark.parametrize("mode", CRASHES)
+    async def test_a_claim_is_whole_or_did_not_happen(
+        self,
+        mode: str,
+        template: Template,
+        cluster: Cluster,
+        monkeypatch: pytest.MonkeyPatch,
+        stored: tuple[Place, Callable[[int, str], Injection]],
+    ) -> None:
+        _, fault = stored
+        monkeypatch.setattr(standins, "DATABASE", described(cluster.dsn(cluster.create(template.name))))
+        async with running(monkeypatch.setattr, ingress=True) as place:
+            await fill(place)
+            await creations(place, mode, CLAIM, 1, fault)
 
 
 async def ids(place: Place) -> set[str]:
