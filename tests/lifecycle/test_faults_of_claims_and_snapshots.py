@@ -84,7 +84,7 @@ async def _recovered(place: Place, injection: Injection) -> None:
 async def creations(place: Place, mode: str, body: dict[str, Any], members: int, fault: Fault = Injection) -> list[str]:
     """Create a sandbox with a fault at each step in turn. Return the steps.
 
-    What its caller was not told of is removed, and the pool has its members again.
+    A sandbox whose caller has no id is removed, and the pool has its members again.
     """
 
     async def full() -> bool:

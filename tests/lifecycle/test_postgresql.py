@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -158,9 +158,9 @@ class TestACrash:
     """All processes of PostgreSQL are killed at each step of a request, and started again after it."""
 
     @pytest.fixture
-    async def stored(
+    def fault(
         self, template: Template, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-    ) -> AsyncIterator[tuple[Place, Callable[[int, str], Injection]]]:
+    ) -> Iterator[Callable[[int, str], Injection]]:
         monkeypatch.setattr(engine, "_RETRY_SECONDS", 0.02)
         monkeypatch.setattr(transaction, "_ABANDONED_SECONDS", 0.05)
         monkeypatch.setattr(standins, "DATABASE", described(cluster.dsn(cluster.create(template.name))))
@@ -172,9 +172,16 @@ class TestACrash:
             cluster.restart()
             time.sleep(0.05)  # the interval between connects
 
+        yield fault
+        cluster.restart()
+
+    @pytest.fixture
+    async def stored(
+        self, fault: Callable[[int, str], Injection], monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[tuple[Place, Callable[[int, str], Injection]]]:
         async with running(monkeypatch.setattr) as place:
             yield place, fault
-            cluster.restart()
+            fault(-1, "").recover()
 
     @pytest.mark.parametrize("mode", CRASHES)
     @pytest.mark.parametrize("name", ["delete", "renew", "pause", "resume", "put", "open-vault"])
@@ -236,18 +243,12 @@ class TestACrash:
 
     @pytest.mark.parametrize("mode", CRASHES)
     async def test_a_claim_is_whole_or_did_not_happen(
-        self,
-        mode: str,
-        template: Template,
-        cluster: Cluster,
-        monkeypatch: pytest.MonkeyPatch,
-        stored: tuple[Place, Callable[[int, str], Injection]],
+        self, mode: str, fault: Callable[[int, str], Injection], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        _, fault = stored
-        monkeypatch.setattr(standins, "DATABASE", described(cluster.dsn(cluster.create(template.name))))
         async with running(monkeypatch.setattr, ingress=True) as place:
             await fill(place)
             await creations(place, mode, CLAIM, 1, fault)
+            fault(-1, "").recover()
 
 
 async def ids(place: Place) -> set[str]:

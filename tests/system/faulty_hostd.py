@@ -143,6 +143,16 @@ def _with_fault(op: str, work: Callable[..., Any], name_of: Callable[[Any], str]
     return run
 
 
+def _inside(op: str, outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `outer`, or within the operation `op` with its fault `inner`, whose steps are those of `op`."""
+
+    async def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        fault = _current.get()
+        return await (inner if fault is not None and fault.op == op else outer)(self, *arguments, **options)
+
+    return run
+
+
 def _install() -> None:
     # A process that is killed at each step would wait longer each time.
     supervisor._BACKOFF = sandboxes._RESPAWN_BACKOFF = (0.0,)  # type: ignore[assignment]
@@ -170,7 +180,8 @@ def _install() -> None:
     cls.remove = _with_fault("remove", cls.remove, str)
     cls.pause = _with_fault("pause", cls.pause, str)
     cls.resume = _with_fault("resume", cls.resume, str)
-    cls.configure = _with_fault("configure", cls.configure, str)
+    cls.configure = _inside("claim", _with_fault("configure", cls.configure, str), cls.configure)
+    cls.claim = _with_fault("claim", cls.claim, str)
     cls._respawn = _with_fault("respawn", cls._respawn, lambda sandbox: sandbox.id)
     handle: Any = hostd.Host.handle
 

@@ -125,7 +125,7 @@ class Faulty(Stack):
         found += [f"hostd and registry differ in {name}" for name in rows.keys() ^ there.keys()]
         for name in rows.keys() & there.keys():
             digest = self.hook("digest", sandbox=name)["digest"]
-            if not digest or digest != rows[name]["policy_digest"]:
+            if not digest or (digest != rows[name]["policy_digest"] and not rows[name]["idle"]):
                 found.append(f"{name}: registry {rows[name]['policy_digest'][:8]!r}, worker {digest and digest[:8]!r}")
         return found
 
@@ -394,6 +394,63 @@ async def test_a_pause_and_a_resume_that_lose_their_control_plane_are_whole(mode
                 await _turned(http, name, op)
         await deleted(http, name)
     assert [] == faulty.wrong(before)
+
+
+POOL: dict[str, Any] = {
+    "name": "p",
+    "template": {"spec": {"containers": [{"image": EMPTY_IMAGE, "resources": {"limits": {"memory": "64Mi"}}}]}},
+    "capacitySpec": {"bufferMin": 1, "bufferMax": 1, "poolMin": 0, "poolMax": 3},
+}
+
+
+@pytest.mark.parametrize("victim", ["hostd", pytest.param("serve", marks=pytest.mark.extended)])
+async def test_a_claim_that_is_killed_at_any_step_is_whole_or_leaves_nothing(victim: str, faulty: Faulty) -> None:
+    """The member has its caller and its policy, or is removed. The pool then has another one, and a claim succeeds."""
+    before = take(faulty)
+    claim = {"extensions": {"poolRef": "p"}, "networkPolicy": OLD, "entrypoint": IDLE, "timeout": 3600}
+    async with faulty.client() as http:
+        assert 201 == (await http.post("/pools", json=POOL)).status_code
+
+        async def claimed(number: int, mode: str) -> tuple[httpx.Response | None, list[str]]:
+            member = await _only_member(http, faulty)
+            request, label = f"fault.{number}.{mode}", f"claim-{number}-{mode}"
+            if victim == "hostd":
+                faulty.hook("fault", sandbox=member, label=label, of="claim", number=number, mode=mode)
+                request = "none"
+            answer = await _fault(http, request, "POST", "/sandboxes", claim)
+            await _serving(http)
+            if victim == "serve" or mode != "none":
+                return answer, [] if answer is None else answer.headers.get("x-steps", "").split(",")
+            return answer, faulty.hook("faulted", label=label)["seen"]
+
+        answer, steps = await claimed(-1, "none")
+        assert answer is not None and 202 == answer.status_code
+        await deleted(http, answer.json()["id"])
+        assert len(steps) >= 2, steps
+        cases = [*((number, "killed-before") for number in range(len(steps))), (len(steps) - 1, "killed-after")]
+        for number, mode in cases:
+            answer, _ = await claimed(number, mode)
+            assert answer is None or answer.status_code >= 500, steps[number]
+            assert [] == faulty.wrong(), steps[number]
+            for name, row in faulty.rows().items():
+                if not row["idle"]:  # It is complete, and its caller has no id. The list has it.
+                    assert (victim, mode) == ("serve", "killed-after")
+                    assert json.loads(row["network_policy"]) == OLD
+                    await deleted(http, name)
+        assert 204 == (await http.delete("/pools/p")).status_code
+    assert [] == faulty.wrong(before)
+
+
+async def _only_member(http: httpx.AsyncClient, faulty: Faulty) -> str:
+    """Wait until the pool has its idle member, and there is nothing else."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        rows = faulty.rows()
+        idle = [name for name, row in rows.items() if row["idle"] and row["state"] == "Running"]
+        if len(rows) == len(idle) == 1:
+            return idle[0]
+        await asyncio.sleep(0.1)
+    raise AssertionError(faulty.rows())
 
 
 async def _fault(http: httpx.AsyncClient, fault: str, method: str, path: str, content: Any) -> httpx.Response | None:
