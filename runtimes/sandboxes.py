@@ -108,6 +108,10 @@ class LaunchableImages(Protocol):
         """Return the image of a name; raise UnknownImage."""
         ...
 
+    async def id_of(self, name: str) -> str:
+        """Return the id of the image of a name, without a question to Docker; raise UnknownImage."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -511,11 +515,9 @@ class Sandboxes:
 
     async def _is_listed(self, image: str, ident: str) -> bool:
         try:
-            return (await self._images.image(image)).id == ident
+            return await self._images.id_of(image) == ident
         except UnknownImage:
             return False
-        except DockerError as error:
-            raise as_refusal(error) from error
 
     def document_changed(self) -> None:
         """Put the operator's new document in force in every sandbox. This does not depend on `serve`."""

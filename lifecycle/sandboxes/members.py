@@ -18,6 +18,8 @@ WAIT_SECONDS = 10.0
 _CANDIDATES = 16
 _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 2
+REFILL_SECONDS = 0.3
+"""The rest between a claim and the launch of the next member, which would take the claimed one's processor time."""
 
 type Convert = Callable[[Sandbox], Sandbox]
 type ClaimableOf = Callable[[Sequence[str]], Awaitable[frozenset[str]]]
@@ -32,7 +34,7 @@ class Members:
     """The hand-out of idle members.
 
     Attributes:
-        wanted: set after each claim, and while one waits. The filler of the pools waits for it.
+        wanted: set a moment after each claim, and while one waits. The filler of the pools waits for it.
         full: the pools that make no further member now.
     """
 
@@ -69,7 +71,7 @@ class Members:
             fit = await claimable(idle)
             for member in (one for one in idle if one in fit):
                 if member not in making and (row := await self._convert(member, convert, making, ceilings)):
-                    self.wanted.set()
+                    loop.call_later(REFILL_SECONDS, self.wanted.set)
                     return row
             self.wanted.set()
             left = deadline - loop.time()

@@ -18,7 +18,9 @@ from wire.api.states import HostState
 SECONDS = 5.0
 """The limit of the wait. After it the sandbox counts as running."""
 _LOOK_SECONDS = 0.1
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+_FIRST_PAUSE, _LATER_PAUSE = 0.005, 0.015
+"""A question costs some milliseconds of processor time. runc's execd serves with the first ones, runsc's later."""
+_QUICK_SECONDS, _LONGEST_PAUSE = 1.0, 0.1
 _SHOWN_LINES, _SHOWN_CHARACTERS = 10, 1000
 
 _log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class Starting:
                     return
                 look = loop.time() + _LOOK_SECONDS
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            pause = min(pause * 1.5, _LATER_PAUSE if loop.time() < began + _QUICK_SECONDS else _LONGEST_PAUSE)
 
     async def _has_ended(self, sandbox: str) -> bool:
         """Return whether the entrypoint has ended without an error, or hostd does not know.

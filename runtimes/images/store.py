@@ -123,17 +123,25 @@ class ImageStore:
             UnknownImage: there is none.
         """
         try:
-            return await self._image(name)
+            return await self._docker.image(await self.id_of(name))
         except UnknownImage:
             if self._imported.is_set():
                 raise
         await self._imported.wait()  # an adopting hostd imports after it listens
-        return await self._image(name)
+        return await self._docker.image(await self.id_of(name))
 
-    async def _image(self, name: str) -> LocalImage:
-        if (entry := self._catalogue.find(name)) is None:
+    async def id_of(self, name: str) -> str:
+        """Return the id that the list has for a name. Docker is not asked for it.
+
+        Raises:
+            UnknownImage: there is none.
+        """
+        if (entry := self._catalogue.find(name)) is None and not self._imported.is_set():
+            await self._imported.wait()
+            entry = self._catalogue.find(name)
+        if entry is None:
             raise UnknownImage("no such image")
-        return await self._docker.image(entry.id)
+        return entry.id
 
     def names(self) -> tuple[str, ...]:
         """Return names of images that may be started, those of the settings first; not all if there are very many."""
