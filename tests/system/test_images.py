@@ -204,8 +204,12 @@ def test_an_image_of_docker_is_no_image_of_the_list(place: Place) -> None:
 def test_the_list_is_the_same_after_each_restart(place: Place) -> None:
     """Of serve, dockerd, and the whole server, which is killed with a sandbox that runs."""
     place.image("add", place.write("kept.tar", small().saved("kept:1")), "--name", "kept:1", "--name", "kept:alias")
+    removed = small()
+    removed.changes = {"author": "removed before a kill"}
+    place.image("add", place.write("removed.tar", removed.saved("removed:1")))
+    sandbox, other = _started(place, "runc", "kept:alias"), _started(place, "runc", "removed:1")
+    place.image("remove", "removed:1")
     before = place.listed()
-    sandbox = _started(place, "runc", "kept:alias")
     try:
         for name in ("serve", "dockerd"):
             pid = int((place.stack.run / "config" / f"{name}.pid").read_text().split()[0].strip('{",:pid '))
@@ -217,9 +221,13 @@ def test_the_list_is_the_same_after_each_restart(place: Place) -> None:
         assert before == until(lambda: _quiet(place))
         assert "still" == str(sandbox.commands.run("echo still").text).strip()
         assert "in" in _runs(place, "runc", "kept:1")
+        assert 400 == _refusal(place, "removed:1").status_code
+        assert removed.id in place.docker_images()
     finally:
         _end(sandbox)
+        _end(other)
         place.image("remove", "kept:1")
+    assert until(lambda: removed.id not in place.docker_images()), "its removal is completed after the kill"
 
 
 def _quiet(place: Place) -> dict[str, dict[str, Any]] | None:
