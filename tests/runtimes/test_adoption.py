@@ -38,6 +38,11 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     records.write(record(generation=4))
     records.write(record(sandbox="sbx-2"))
     assert (record(generation=4), record(sandbox="sbx-2")) == records.read_all()
+    claimed = record(sandbox="sbx-2", images=("team/tool:1", "sha256:1"), given={"TOKEN": "a secret of a claim"})
+    records.write(claimed)
+    assert (record(generation=4), claimed) == records.read_all()
+    assert "a secret" not in repr(claimed)
+    records.write(record(sandbox="sbx-2"))
     assert {0o600} == {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     records.keep(frozenset(("sbx-2",)))
     assert (record(sandbox="sbx-2"),) == records.read_all()

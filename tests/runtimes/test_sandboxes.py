@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import wire
-from runtimes.engine.docker import DockerError
+from runtimes.engine.docker import DockerError, UnknownImage
 from runtimes.operator import Operator
 from runtimes.pausing import Pausing
 from runtimes.process.cgroups import Cgroups, Hierarchies
@@ -20,6 +20,7 @@ from runtimes.spec import HostConfig
 from runtimes.volumes import make_volumes
 from tests.runtimes.test_spec import host_config, launch_of
 from wire.api.compiler import Compile, CompiledText
+from wire.api.hostd import Runtime
 
 
 class Compiler:
@@ -125,3 +126,33 @@ async def test_a_host_that_stops_removes_a_few_sandboxes_at_once_and_tries_again
         residue = await sandboxes.remove_all()
     assert 2 == docker.most
     assert left == len(residue) == len(sandboxes.names())
+
+
+class Listed(NoContainers):
+    """A replacement for `runtimes.images.store.ImageStore`, with one image."""
+
+    async def id_of(self, name: str) -> str:
+        if name != "team/tool:1":
+            raise UnknownImage("no such image")
+        return "sha256:new"
+
+
+async def test_a_sandbox_of_an_image_that_left_the_list_is_not_claimable(tmp_path: Path) -> None:
+    """Neither is a restored one, nor one whose image is not known. A refused claim leaves nothing."""
+    sandboxes = _sandboxes(tmp_path, 1, Compiler(1), Listed())
+    images: dict[str, tuple[str, ...] | None] = {
+        "sbx-1": ("team/tool:1", "sha256:new"),
+        "sbx-2": ("team/tool:1", "sha256:old"),
+        "sbx-3": ("team/gone:1", "sha256:new"),
+        "sbx-4": (),
+        "sbx-5": None,
+    }
+    sandboxes._known.update(
+        {name: HostSandbox(name, 1, Runtime.RUNC, images=of_image) for name, of_image in images.items()}
+    )
+    assert ("sbx-1",) == await sandboxes.claimable([*images, "sbx-unknown"])
+    for name in list(images)[1:]:
+        with pytest.raises(wire.RequestError) as refused:
+            await sandboxes.claim(name, "{}", {"TOKEN": "value"})
+        assert wire.Code.UNKNOWN_IMAGE == refused.value.code
+        assert {} == sandboxes._known[name].given
