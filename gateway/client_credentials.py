@@ -14,7 +14,7 @@ Pure. No result contains a value or a query.
 from dataclasses import dataclass, replace
 
 from gateway.translate import Translated
-from policy.client_credentials import Owned, examine
+from policy.client_credentials import examine
 from policy.decision import AllowRequest, Deny, refuse_credentials
 
 
@@ -39,7 +39,7 @@ def guard(translated: Translated, allowed: AllowRequest) -> GuardedRequest | Den
     if handling is None:
         return GuardedRequest(translated, allowed)
     facts = translated.facts
-    found = examine(handling, Owned.by(allowed.plans), translated.headers, facts.query)
+    found = examine(handling, allowed.owned, translated.headers, facts.query)
     if found.refused:
         judged = refuse_credentials(allowed, found.refused)
         return judged if isinstance(judged, Deny) else GuardedRequest(translated, judged)

@@ -29,7 +29,7 @@ from gateway.placeholders import NONE, Placeholders
 from gateway.state import WorkerState
 from gateway.upstream import DialError, UpstreamDialler
 from policy.compiled import CompiledPolicy, SecretAt, secrets_to
-from policy.decision import AllowAddress, AllowRequest, Deny, decide_request
+from policy.decision import AllowAddress, AllowRequest, Deny, Judged, decide_request, judged
 from policy.facts import Destination, RequestFacts, Scheme, SessionFacts
 from policy.injection import SecretPlan
 from policy.logins import LoginPlan
@@ -42,7 +42,7 @@ from wire.api.vaultd import ReleasePurpose
 _STREAM_LIMIT = 64 * 1024
 _ABSENT_SECONDS = 10.0
 _KEPT = 256
-_MAX_KEPT_TARGET = 1024
+_MAX_KEPT_PATH = 1024
 # Where vaultd judged the request; its other codes are failures.
 _JUDGED = frozenset(
     {Code.NOT_BOUND, Code.NOT_GRANTED, Code.EXPIRED, Code.EXHAUSTED, Code.UNKNOWN_SECRET, Code.FORBIDDEN}
@@ -55,14 +55,14 @@ type _Key = tuple[str, str, int, Scheme]
 class PolicyDecider:
     """`gateway.effects.Decider` over the active configuration.
 
-    A decision depends on the policy and the facts only. So decisions are kept, up to `_KEPT` of them, until the policy
-    changes.
+    A decision depends on the policy and `policy.decision.judged` only. So decisions are kept, up to `_KEPT` of them,
+    until the policy changes.
     """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._policy: CompiledPolicy | None = None
-        self._kept: dict[RequestFacts, AllowRequest | Deny] = {}
+        self._kept: dict[Judged, AllowRequest | Deny] = {}
         self._last: tuple[RequestFacts, AllowRequest | Deny] | None = None
         self._secrets: dict[str, tuple[SecretAt, ...]] = {}
 
@@ -75,13 +75,14 @@ class PolicyDecider:
             self._begin(config.resolved)
         if self._last is not None and self._last[0] is facts:
             return self._last[1]
-        decision = self._kept.get(facts)
+        key = judged(config.resolved, facts)
+        decision = self._kept.get(key)
         if decision is None:
             decision = decide_request(config.resolved, facts)
-            if len(facts.path) + len(facts.query) <= _MAX_KEPT_TARGET:
+            if len(facts.path) <= _MAX_KEPT_PATH:
                 if len(self._kept) >= _KEPT:
                     self._kept.clear()
-                self._kept[facts] = decision
+                self._kept[key] = decision
         self._last = facts, decision
         return decision
 

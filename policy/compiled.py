@@ -119,6 +119,12 @@ class CompiledPolicy:
             )
         )
 
+    def reads_paths(self, host: str) -> bool:
+        """Whether a rule or binding of this host reads the paths of requests."""
+        return any(rule.strict_paths for rules in self.lists for rule in rules.of_host(host)) or any(
+            pattern.matches(host) for binding in self.bindings for pattern in binding.hosts
+        )
+
     def operator_entry(self, rule: str) -> str | None:
         """Return the entry of an operator's list that a decision's `rule` names, such as `always-deny:2`."""
         name, _, position = rule.partition(":")

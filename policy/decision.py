@@ -27,11 +27,11 @@ The only negative answer is a `Deny`. An exception means that no decision was po
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import combinations
 
-from policy.client_credentials import OF_BINDINGS, RULE, ClientCredentials, refusal, strictest
+from policy.client_credentials import OF_BINDINGS, RULE, ClientCredentials, Owned, refusal, strictest
 from policy.compiled import CompiledPolicy
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionPlan, SecretPlan, SubstitutionPlan
@@ -49,6 +49,9 @@ from policy.rules import (
     RuleList,
     is_token,
 )
+
+type Judged = tuple[str, int, Scheme, str, str | None]
+"""Host, port, scheme, method, and the path if it counts."""
 
 DEFAULT = "default"
 """The rule of a denial that no rule has made."""
@@ -102,15 +105,17 @@ class AllowRequest:
     substitutions: tuple[SubstitutionPlan, ...] = ()
     client_credentials: ClientCredentials | None = None
     trial: str | None = None
-
-    @property
-    def plans(self) -> tuple[SecretPlan, ...]:
-        """Every use of a secret."""
-        return (*self.injections, *self.substitutions)
+    plans: tuple[SecretPlan, ...] = field(init=False, compare=False, repr=False)
+    """Every use of a secret."""
+    owned: Owned = field(init=False, compare=False, repr=False)
+    """What the secrets own, if credentials of the client are handled."""
 
     def __post_init__(self) -> None:
-        if self.plans and self.observed is not None:
+        plans: tuple[SecretPlan, ...] = (*self.injections, *self.substitutions)
+        if plans and self.observed is not None:
             raise ValueError("a request with an observed denial gets no secret")
+        object.__setattr__(self, "plans", plans)
+        object.__setattr__(self, "owned", Owned() if self.client_credentials is None else Owned.by(plans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
         return Deny("invalid-method", "The request's method is not a valid HTTP method.")
     if facts.method.upper() in FORBIDDEN_METHODS:
         return Deny("forbidden-method", f"{facts.method} requests are never relayed.")
-    if not facts.path.startswith("/") or "?" in facts.path or "#" in facts.path:
+    if not _is_path(facts.path):
         return Deny("invalid-path", "The request's target is not a path.")
     if facts.scheme is Scheme.POSTGRES:
         return Deny("scheme", "A database session has no HTTP requests.")
@@ -194,6 +199,19 @@ def decide_request(policy: CompiledPolicy, facts: RequestFacts) -> AllowRequest 
     if credentials is None and any(binding.injections for binding in bound):
         credentials = OF_BINDINGS
     return settled if credentials is None else replace(settled, client_credentials=credentials, trial=lists.trial)
+
+
+def judged(policy: CompiledPolicy, facts: RequestFacts) -> Judged:
+    """Return what the decision about a request depends on: requests with equal values have equal decisions.
+
+    No rule reads the query. The path counts if a rule or binding of the host reads it, or if it is none.
+    """
+    path = None if _is_path(facts.path) and not policy.reads_paths(facts.host) else facts.path
+    return facts.host, facts.port, facts.scheme, facts.method, path
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith("/") and "?" not in text and "#" not in text
 
 
 def refuse_credentials(allowed: AllowRequest, refused: tuple[str, ...]) -> AllowRequest | Deny:

@@ -28,6 +28,7 @@ from policy.injection import InjectionKind, InjectionPlan
 from policy.load import load_text
 from policy.logins import LoginPlan
 from policy.names import HostPattern
+from policy.paths import PathPattern
 from policy.rules import Action, Endpoint, Limits, Precedence, Rule, RuleList
 from tests.gateway.record_forms import PlainForms
 from tests.gateway.states import Bound, in_force
@@ -831,8 +832,11 @@ def test_decisions_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.Monkey
         return real(policy, facts)
 
     monkeypatch.setattr(ports, "decide_request", counting)
-    decider = PolicyDecider(in_force(configured(allowing(443))))
-    for path, times in (("/v1/x", 1), ("/" + "a" * ports._MAX_KEPT_TARGET, 3)):
+    rule = replace(_RULE, paths=(PathPattern("/*"),))
+    decider = PolicyDecider(
+        in_force(configured(CompiledPolicy("p", (RuleList("p", Precedence.DENY_WINS, rules=(rule,)),))))
+    )
+    for path, times in (("/v1/x", 1), ("/" + "a" * ports._MAX_KEPT_PATH, 3)):
         judged.clear()
         for _ in range(3):
             decider.decide_request(request(path=path))
@@ -840,6 +844,14 @@ def test_decisions_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.Monkey
     for number in range(3 * ports._KEPT):
         decider.decide_request(request(path=f"/{number}"))
         assert len(decider._kept) <= ports._KEPT
+
+
+def test_requests_to_a_host_without_path_rules_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decider = PolicyDecider(in_force(configured(allowing(443))))
+    first = decider.decide_request(request(path="/0"))
+    monkeypatch.delattr(ports, "decide_request")
+    for number in range(3):
+        assert first is decider.decide_request(replace(request(path=f"/{number}"), query=str(number)))
 
 
 def test_decisions_differ_by_every_part_of_a_request() -> None:

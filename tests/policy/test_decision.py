@@ -23,6 +23,7 @@ from policy.decision import (
     decide_flow,
     decide_name,
     decide_request,
+    judged,
     refuse_credentials,
 )
 from policy.destination import decide_address
@@ -461,6 +462,61 @@ def test_deny_all_allows_nothing() -> None:
     assert "!default" == outcome(decide_flow(DENY_ALL, FlowFacts("good.test", 443, HTTPS)))
     assert "!default" == outcome(decide_request(DENY_ALL, RequestFacts("good.test", 443, HTTPS, "GET", "/")))
     assert "!default" == outcome(bare(DENY_ALL, "93.184.216.34", 443))
+
+
+# ---- what a decision depends on
+
+_BOUND = api("+good.test +splice.test", bindings=[binding("b", "good.test", paths=["/v1/*"])])
+_OF_MANY = [AGENTS, WATCH, DENY_ALL, _BOUND, narrow(AGENTS, _BOUND)]
+_NAMES = [
+    "splice.test",
+    "good.test",
+    "a.cdn.test",
+    "two.good.test",
+    "status.good.test",
+    "evil.test",
+    "other.test",
+    "x-",
+]
+_PATHS = ["/", "/v1/x", "/v1/admin/x", "/a/b", "/b/c", "/me/x", "/a//b", "/v1/%2e", "", "v1", "/v1?x", "/v1#x", "*"]
+_METHODS = ["GET", "POST", "DELETE", "TRACE", "G T"]
+_REQUESTS = st.builds(
+    RequestFacts,
+    st.sampled_from(_NAMES),
+    st.sampled_from([80, 443, 8443]),
+    st.sampled_from([HTTP, HTTPS]),
+    st.sampled_from(_METHODS),
+    st.sampled_from(_PATHS),
+    st.sampled_from(["", "a=b"]),
+)
+
+
+@given(st.sampled_from(_OF_MANY), _REQUESTS, st.sampled_from(_METHODS), st.sampled_from(_PATHS), st.sampled_from("ab"))
+def test_requests_that_are_judged_by_the_same_values_are_decided_equally(
+    policy: CompiledPolicy, one: RequestFacts, method: str, path: str, query: str
+) -> None:
+    other = replace(one, method=method, path=path, query=query)
+    if judged(policy, one) == judged(policy, other):
+        assert decide_request(policy, one) == decide_request(policy, other)
+
+
+def test_the_path_counts_only_where_something_reads_it() -> None:
+    by_binding = RequestFacts("good.test", 443, HTTPS, "GET", "/v1/x")
+    for policy, facts, counts in (
+        (AGENTS, RequestFacts("splice.test", 443, HTTPS, "GET", "/v1/x"), False),
+        (AGENTS, RequestFacts("splice.test", 443, HTTPS, "GET", "v1"), True),
+        (AGENTS, by_binding, True),
+        (api("+good.test"), by_binding, False),
+        (_BOUND, by_binding, True),
+    ):
+        assert (facts.path if counts else None) == judged(policy, facts)[-1]
+
+
+def test_everything_else_but_the_query_counts() -> None:
+    facts = RequestFacts("splice.test", 80, HTTP, "GET", "/", "q")
+    others = [replace(facts, **one) for one in ({"host": "x"}, {"port": 443}, {"scheme": HTTPS}, {"method": "DELETE"})]
+    assert judged(AGENTS, facts) not in [judged(AGENTS, one) for one in others]
+    assert judged(AGENTS, facts) == judged(AGENTS, replace(facts, query=""))
 
 
 # ---- reference models

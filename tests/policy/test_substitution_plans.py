@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from policy.compiled import CompiledPolicy, secrets_of, secrets_to
-from policy.decision import AllowFlow, AllowRequest, Deny, Treatment, decide_flow, decide_request
+from policy.decision import AllowFlow, AllowRequest, Deny, Treatment, decide_flow, decide_request, judged
 from policy.facts import FlowFacts, RequestFacts, Scheme
 from policy.injection import InjectionKind, InjectionPlan, SubstitutionPlan, Surface
 from policy.names import HostPattern
@@ -56,6 +56,7 @@ def test_a_path_with_two_readings_is_denied_where_a_placeholder_can_be_replaced(
         decision = decide_request(given, ambiguous)
         assert isinstance(decision, Deny)
         assert "ambiguous-path" == decision.rule
+        assert judged(given, FACTS) != judged(given, ambiguous)
     assert isinstance(decide_request(policy(OPEN), ambiguous), AllowRequest)
 
 
