@@ -25,8 +25,9 @@ _SET_BY_AUDITD: Final[Mapping[str, Any]] = {
 }
 _DECISIONS = frozenset(decision.value for decision in Decision)
 _UNSET = msgspec.UNSET
-_MAX_WORD: Final = 64
-_WORD: Final = re.compile(r"[0-9A-Za-z-]+").fullmatch
+_WORD: Final = re.compile(r"[0-9A-Za-z-]{1,64}").fullmatch
+_PATH: Final = re.compile(rf"[!$->@-\[\]-~]{{0,{TEXTS['path']}}}").fullmatch
+"""Nothing of such a path is escaped or left out."""
 
 
 def _text(limit: int) -> Any:
@@ -64,16 +65,17 @@ class Form:
     From its second use on, the record is a format for the given fields.
 
     Attributes:
-        varying: the names of the fields that are given at each use: integers that are not negative, or texts.
+        varying: the names of the fields that are given at each use: integers that are not negative, paths, or texts.
     """
 
-    __slots__ = ("_fields", "_format", "_used", "decision", "kind", "varying")
+    __slots__ = ("_fields", "_fits", "_format", "_used", "decision", "kind", "varying")
 
     def __init__(self, kind: str, decision: str, varying: tuple[str, ...], fields: Mapping[str, object]) -> None:
         self.kind = kind
         self.decision = decision
         self.varying = varying
         self._fields = fields
+        self._fits = tuple(None if name in INTEGERS else _PATH if name == "path" else _WORD for name in varying)
         self._format: str | None = None
         self._used = False
 
@@ -90,11 +92,11 @@ class Form:
             self._format = self._prepared()
         if not self._format:
             return None
-        for value in values:
+        for fits, value in zip(self._fits, values, strict=True):
             if type(value) is int:
-                if not 0 <= value <= MAX_INTEGER:
+                if fits is not None or not 0 <= value <= MAX_INTEGER:
                     return None
-            elif len(value) > _MAX_WORD or _WORD(value) is None:  # type: ignore[arg-type]
+            elif fits is None or fits(value) is None:  # type: ignore[arg-type]
                 return None
         return (self._format % values).encode("utf-8")
 

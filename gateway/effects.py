@@ -126,7 +126,7 @@ class Allowance(Protocol):
 class RecordForm(Protocol):
     """A record whose fields are fixed but for some, which are given at each use in the order of their names' tuple.
 
-    An integer is not negative. A text has letters, digits and hyphens.
+    An integer is not negative. A text has letters, digits and hyphens, but for `path`.
     """
 
     async def accept(self, *values: int | str) -> None:

@@ -89,23 +89,43 @@ class _Repeated:
         translated: the request as received. `guarded` has it, and the decision, after the guard.
         plans: the uses of secrets that the request makes. A substitution is one if its placeholder is there.
         missed: the substitutions whose placeholder is absent.
-        uses: a record for each of `plans`.
+        path: for records.
         head: the head to send, without a signature, with what it was made of: the composed request, and whether the
             response is searched, and is a whole document.
-        outcome: the record of the end, with the status (-1 without one) and the connection that it is for.
     """
 
     parts: RequestParts
     translated: Translated
     decision: AllowRequest
     guarded: GuardedRequest
-    route: Route | None
     plans: tuple[SecretPlan, ...]
     missed: tuple[SubstitutionPlan, ...]
     secrets: frozenset[str]
-    allow: RecordForm
-    uses: tuple[RecordForm, ...]
+    path: str
+    records: "_Records"
     head: tuple[Composed, tuple[bool, bool], ForwardHead] | None = None
+
+
+type _Same = tuple[str, bool, tuple[str, ...], tuple[str, ...], tuple[SecretPlan, ...]]
+"""Of a request: method, whether it is a WebSocket handshake, stripped and forwarded credentials, uses of secrets."""
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class _Records:
+    """The records of requests of a flow that differ in their paths and headers only.
+
+    Attributes:
+        allowed, same: what the requests have in common. `fixed` are those fields of each record.
+        uses: a record for each use of a secret.
+        allow: the record of the decision, with the connection that it is for.
+        outcome: the record of the end, with the status (-1 without one) and the connection that it is for.
+    """
+
+    allowed: AllowRequest
+    same: _Same
+    fixed: dict[str, object]
+    uses: tuple[RecordForm, ...]
+    allow: tuple[Route | None, RecordForm] | None = None
     outcome: tuple[int, Route | None, RecordForm] | None = None
 
 
@@ -155,6 +175,8 @@ class Session:
         """The last request without a collected body: as judged, its secrets, and as sent."""
         self.repeated: _Repeated | None = None
         """Of the last request that was allowed."""
+        self.records: _Records | None = None
+        """Of the last request that was allowed, if its path is not too long for a record."""
         self.over = False
         """Whether the flow was aborted. Set by the engine, which may still finish what was under way."""
         self.where: dict[str, object] = {
@@ -414,8 +436,6 @@ class Exchange:
                 except TooMany as error:
                     return await self._deny(parts, translated, Deny(decision.rule, str(error)))
             self._route = pending.reserve(frozenset(repeated.plans))
-            if self._route != repeated.route:
-                self._on(repeated, self._route)
             self._repeated = repeated
             permitted = await self._permit(repeated, body)
         finally:
@@ -459,7 +479,7 @@ class Exchange:
         Raises:
             TooMany: the request has too many placeholders.
         """
-        session, form = self.session, self.session.effects.recorder.form
+        session = self.session
         translated, allowed = pending.guarded.translated, pending.guarded.allowed
         found = found_in_head(translated, allowed.substitutions) if allowed.substitutions else frozenset()
         if body is not None:
@@ -468,55 +488,70 @@ class Exchange:
             *allowed.injections,
             *(plan for plan in allowed.substitutions if plan in found),
         )
-        uses = tuple(
-            form(
-                "secret.use",
-                "allow",
-                (),
-                **self._fields(translated.facts, rule=allowed.rule, secret=plan.secret, binding=plan.binding),
-            )
-            for plan in plans
-        )
+        facts = translated.facts
         repeated = _Repeated(
             pending.parts,
             pending.translated,
             pending.decision,
             pending.guarded,
-            None,
             plans,
             tuple(plan for plan in allowed.substitutions if plan not in found),
             frozenset(plan.secret for plan in plans),
-            self._allow(pending.guarded, plans, None),
-            uses,
+            facts.path[:MAX_RECORDED_PATH],
+            self._records(pending.guarded, plans),
         )
         if body is None:
             session.repeated = repeated
         return repeated
 
-    def _on(self, repeated: _Repeated, route: Route | None) -> None:
-        """Have the record of equal requests name the connection that carries them."""
-        repeated.route = route
-        repeated.allow = self._allow(repeated.guarded, repeated.plans, route)
+    def _records(self, guarded: GuardedRequest, plans: tuple[SecretPlan, ...]) -> _Records:
+        session, form, allowed = self.session, self.session.effects.recorder.form, guarded.allowed
+        facts = guarded.translated.facts
+        same: _Same = facts.method, guarded.translated.websocket, guarded.stripped, guarded.forwarded, plans
+        whole = len(facts.path) <= MAX_RECORDED_PATH
+        last = session.records
+        if whole and last is not None and last.allowed is allowed and last.same == same:
+            return last
+        fixed = self._fields(facts)
+        del fixed["path"]
+        uses = tuple(
+            form(
+                "secret.use",
+                "allow",
+                ("path",),
+                **fixed,
+                rule=allowed.rule,
+                secret=plan.secret,
+                binding=plan.binding,
+            )
+            for plan in plans
+        )
+        records = _Records(allowed, same, fixed, uses)
+        if whole:
+            session.records = records
+        return records
 
-    def _allow(self, guarded: GuardedRequest, plans: tuple[SecretPlan, ...], route: Route | None) -> RecordForm:
-        translated, allowed = guarded.translated, guarded.allowed
-        observed = allowed.observed
-        return self.session.effects.recorder.form(
+    def _allow(self, repeated: _Repeated) -> RecordForm:
+        records, guarded = repeated.records, repeated.guarded
+        if records.allow is not None and records.allow[0] == self._route:
+            return records.allow[1]
+        allowed, observed = guarded.allowed, guarded.allowed.observed
+        made = self.session.effects.recorder.form(
             "request",
             "allow" if observed is None else "observe",
-            ("request_id",),
-            **self._fields(
-                translated.facts,
-                rule=allowed.rule,
-                observed=None if observed is None else observed.rule,
-                reason=None if observed is None else observed.reason,
-                websocket=translated.websocket or None,
-                injections=[plan.binding for plan in plans] or None,
-                stripped=list(guarded.stripped) or None,
-                forwarded=list(guarded.forwarded) or None,
-                **_routed(route),
-            ),
+            ("path", "request_id"),
+            **records.fixed,
+            rule=allowed.rule,
+            observed=None if observed is None else observed.rule,
+            reason=None if observed is None else observed.reason,
+            websocket=guarded.translated.websocket or None,
+            injections=[plan.binding for plan in repeated.plans] or None,
+            stripped=list(guarded.stripped) or None,
+            forwarded=list(guarded.forwarded) or None,
+            **_routed(self._route),
         )
+        records.allow = self._route, made
+        return made
 
     async def _permit(
         self, repeated: _Repeated, body: bytes | None
@@ -530,7 +565,7 @@ class Exchange:
         facts = translated.facts
         asked: str | None = None
         try:
-            await repeated.allow.accept(self.request_id)
+            await self._allow(repeated).accept(repeated.path, self.request_id)
             injected: list[tuple[SecretPlan, Secret]] = []
             presented: Presented | None = None
             # Set before the first wait: a revocation during the wait then finds this flow.
@@ -553,8 +588,8 @@ class Exchange:
             stray = known.in_head(composed.target, composed.headers) or known.in_bytes(composed.body or b"")
             if stray is not None:
                 return await self._deny(parts, translated, refusal(stray), secret=stray)
-            for use in repeated.uses:
-                await use.accept()
+            for use in repeated.records.uses:
+                await use.accept(repeated.path)
             await session.searched.learn()
             if session.over:
                 raise ConnectionAbortedError
@@ -927,11 +962,8 @@ class Exchange:
     def close_tunnel(self, reason: str) -> None:
         """Record the end of the tunnel. Bytes that are held back are not sent."""
         self._next((_Stage.TUNNEL,), _Stage.FINISHED)
-        facts = self.facts
-        if facts is None:
-            raise RuntimeError("a tunnel without a request")
-        ended = self._outcome_form(facts, self._status, websocket=True, reason=reason)
-        ended.note(self._bytes_down, self._bytes_up, self._duration(), self.request_id)
+        repeated = self._allowed_request()
+        self._end(repeated, self._outcome_form(repeated.records, self._status, websocket=True, reason=reason))
         self.session.finished(self.request_id)
 
     # The end.
@@ -1008,29 +1040,34 @@ class Exchange:
         return fields
 
     def _outcome(self, status: int | None) -> None:
-        repeated, number = self._repeated, -1 if status is None else status
-        if repeated is None:
+        repeated, number = self._allowed_request(), -1 if status is None else status
+        records = repeated.records
+        if records.outcome is None or records.outcome[:2] != (number, self._route):
+            records.outcome = number, self._route, self._outcome_form(records, status)
+        self._end(repeated, records.outcome[2])
+
+    def _allowed_request(self) -> _Repeated:
+        if self._repeated is None:
             raise RuntimeError("an outcome of a request that was not allowed")
-        if repeated.outcome is None or repeated.outcome[:2] != (number, self._route):
-            repeated.outcome = number, self._route, self._outcome_form(repeated.translated.facts, status)
-        repeated.outcome[2].note(self._bytes_down, self._bytes_up, self._duration(), self.request_id)
+        return self._repeated
+
+    def _end(self, repeated: _Repeated, form: RecordForm) -> None:
+        form.note(self._bytes_down, self._bytes_up, self._duration(), repeated.path, self.request_id)
 
     def _duration(self) -> int:
         """Return the milliseconds since the request was forwarded."""
         return int((self.session.effects.clock() - self._started) * 1000)
 
-    def _outcome_form(self, facts: RequestFacts, status: int | None, **more: object) -> RecordForm:
+    def _outcome_form(self, records: _Records, status: int | None, **more: object) -> RecordForm:
         ended: dict[str, object] = {"error": "upstream or client failed"} if status is None else {"status": status}
         return self.session.effects.recorder.form(
             "request",
             "info",
-            ("bytes_down", "bytes_up", "duration_ms", "request_id"),
-            **self.session.where,
+            ("bytes_down", "bytes_up", "duration_ms", "path", "request_id"),
+            **records.fixed,
             **_routed(self._route),
             **ended,
             **more,
-            method=facts.method,
-            path=facts.path[:MAX_RECORDED_PATH],
         )
 
 

@@ -100,20 +100,25 @@ def test_a_text_with_a_lone_surrogate_is_put_into_the_ring_too() -> None:
     assert {"host": "\ud800"} == json.loads(encoded({"host": "\ud800"}))
 
 
-VARYING = ("bytes_down", "duration_ms", "request_id")
-HOSTILE = ['","bytes_down":7,"', '"request_id":"7"', "%s%d%%", "7", "\x85", "\u2028", 'a"bytes_down":7']
+VARYING = ("bytes_down", "duration_ms", "path", "request_id")
+HOSTILE = ['","bytes_down":7,"', '"request_id":"7"', "%s%d%%", "7", "\x85", "\u2028", 'a"bytes_down":7', '"path":"7"']
 varying = st.tuples(
     st.integers(-1, MAX_INTEGER + 1),
     st.integers(0, 9),
+    st.one_of(
+        st.from_regex(r"/[!-~]{0,9}", fullmatch=True),
+        st.text(max_size=9),
+        st.sampled_from([*HOSTILE, "/a?b", "/a#b", "/" + "a" * 2047, "/" + "a" * 2048]),
+    ),
     st.one_of(st.from_regex(r"[0-9a-f-]{1,64}", fullmatch=True), st.text(max_size=70), st.sampled_from(HOSTILE)),
 )
 
 
 @given(fields, st.lists(varying, min_size=1, max_size=4), st.sampled_from(HOSTILE))
 def test_a_form_gives_the_record_of_its_fields(
-    given_: dict[str, Any], uses: list[tuple[int, int, str]], hostile: str
+    given_: dict[str, Any], uses: list[tuple[int, int, str, str]], hostile: str
 ) -> None:
-    fixed = {name: value for name, value in given_.items() if name not in VARYING} | {"host": hostile, "path": hostile}
+    fixed = {name: value for name, value in given_.items() if name not in VARYING} | {"host": hostile}
     form = Form("request", "info", VARYING, fixed)
     for values in uses:
         made = form.content(values)
@@ -123,12 +128,13 @@ def test_a_form_gives_the_record_of_its_fields(
 
 
 def test_each_use_of_a_plain_form_takes_the_fast_way() -> None:
-    form = Form("request", "info", VARYING, {"path": "/v1/%20", "error": None, "status": 200})
+    form = Form("request", "info", VARYING, {"error": None, "status": 200})
     for number in range(3):
-        made = form.content((number, 7, f"f1-{number}"))
+        made = form.content((number, 7, f"/v1/%20%s~{number}", f"f1-{number}"))
         assert made is not None
-        assert {"kind": "request", "decision": "info", "path": "/v1/%20", "status": 200} | {
+        assert {"kind": "request", "decision": "info", "status": 200} | {
             "bytes_down": number,
             "duration_ms": 7,
+            "path": f"/v1/%20%s~{number}",
             "request_id": f"f1-{number}",
         } == json.loads(made)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway import response_head
@@ -601,10 +601,33 @@ class Step:
     status: int | None
 
 
+LONG = "/" + "x" * MAX_RECORDED_PATH
+WITH_A_CREDENTIAL = replace(PARTS, headers=(*PARTS.headers, (b"X-Auth-Token", b"of the client")))
 STEPS_OF_A_FLOW = st.builds(
     Step,
-    st.sampled_from((PARTS, replace(PARTS, headers=PARTS.headers), replace(PARTS, target=b"/v2?q=1"))),
-    st.sampled_from((ALLOWED, AllowRequest("r", (PLAN,)), AllowRequest("other", (PLAN,)), OPEN, Deny("no", "closed"))),
+    st.sampled_from(
+        (
+            PARTS,
+            replace(PARTS, headers=PARTS.headers),
+            replace(PARTS, target=b"/v2?q=1"),
+            replace(PARTS, target=LONG.encode()),
+            replace(PARTS, method=b"POST"),
+            WITH_A_CREDENTIAL,
+            replace(PARTS, headers=(*PARTS.headers, *HANDSHAKE)),
+        )
+    ),
+    st.sampled_from(
+        (
+            ALLOWED,
+            AllowRequest("r", (PLAN,)),
+            AllowRequest("other", (PLAN,)),
+            OPEN,
+            STRIPPED,
+            FORWARDED,
+            AllowRequest("seen", observed=Deny("no", "closed")),
+            Deny("no", "closed"),
+        )
+    ),
     st.sampled_from((SECRET, "another-value-of-it")),
     st.sampled_from((None, ROUTE, Route("198.51.100.8", HOST))),
     st.sampled_from((200, 404, None)),
@@ -613,6 +636,7 @@ STEPS_OF_A_FLOW = st.builds(
 
 def _carried_out(session: Session, ports: Ports, step: Step, name: str) -> tuple[Answer | Forward, list[Record]]:
     ports.decision, ports.secret, before = step.decision, step.secret, len(ports.records)
+    ports.leased_paths = "/v1", "/v2", LONG
     exchange = Exchange(session, name)
     verdict = ended(exchange.request(step.parts, DESTINATION, lambda _plans: step.route))
     if isinstance(verdict, Forward):
@@ -627,7 +651,16 @@ def _carried_out(session: Session, ports: Ports, step: Step, name: str) -> tuple
     return verdict, ports.records[before:]
 
 
+def between_others(decision: AllowRequest, parts: RequestParts) -> list[Step]:
+    """Return a request between two of another form, under one decision."""
+    return [Step(one, decision, SECRET, ROUTE, 200) for one in (PARTS, parts, PARTS)]
+
+
 @given(st.lists(STEPS_OF_A_FLOW, min_size=1, max_size=8))
+@example(between_others(STRIPPED, WITH_A_CREDENTIAL))
+@example(between_others(FORWARDED, WITH_A_CREDENTIAL))
+@example(between_others(ALLOWED, replace(PARTS, target=LONG.encode())))
+@example(between_others(ALLOWED, replace(PARTS, target=b"/v2")))
 def test_a_request_fares_as_if_it_were_the_first_of_its_flow(steps: list[Step]) -> None:
     """What equal requests have in common is prepared once, and nothing of it is used for another request."""
     ports = Ports()
