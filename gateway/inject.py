@@ -27,6 +27,9 @@ FORBIDDEN_SLOTS = frozenset(
 )
 
 
+_FIELD_VALUE = re.compile(rb"[^\0-\x08\x0a-\x1f\x7f]+")
+
+
 def slot(name: str | bytes) -> str:
     """Return the slot of a header name: lower case, with `-` in place of `_`."""
     return _known(name) if len(name) <= _MAX_KNOWN else _slot(name)
@@ -57,11 +60,11 @@ def inject(headers: Headers, rendered: Sequence[tuple[str, str]]) -> Headers:
         if slot(name) in FORBIDDEN_SLOTS or TOKEN.fullmatch(name.encode("utf-8", "replace")) is None:
             raise ValueError("a secret cannot be sent in this header")
         encoded = value.encode("utf-8", "surrogateescape")
-        if not encoded or any((byte < 0x20 and byte != 0x09) or byte == 0x7F for byte in encoded):
+        if _FIELD_VALUE.fullmatch(encoded) is None:
             raise ValueError("the secret is empty or has a control character, so it cannot be sent in a header")
         added.append((name.encode("ascii"), encoded))
     removed = owned | {"proxy-authorization"}
-    return (*((name, value) for name, value in headers if slot(name) not in removed), *added)
+    return (*[header for header in headers if slot(header[0]) not in removed], *added)
 
 
 _SEPARATOR = re.compile(rb"([&;])")

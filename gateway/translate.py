@@ -49,6 +49,7 @@ _REWRITING = frozenset(
     | {b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-proto", b"x-forwarded-server"}
     | {b"x-forwarded-prefix", b"x-forwarded-uri", b"x-forwarded-method", b"x-host", b"x-real-ip"}
 )
+_DROPPED = _HOP_BY_HOP | _REWRITING | {b"host"}
 _MEANINGFUL = _SINGLE | _FRAMING | _HOP_BY_HOP | _REWRITING
 _NEVER = frozenset({b"CONNECT", b"TRACE", b"TRACK", b"PRI"})
 
@@ -110,7 +111,7 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
     if refusal is not None:
         return refusal
     connection = _list(parts.headers, b"connection")
-    if any(option in _FRAMING for option in connection):
+    if not _FRAMING.isdisjoint(connection):
         return Refused("Connection lists a framing header")
     websocket = _is_websocket(parts, named, connection, flow)
     if isinstance(websocket, Refused):
@@ -171,7 +172,7 @@ def _check_limits(parts: RequestParts) -> Refused | None:
         return Refused("method not supported", 405)
     if len(parts.headers) > MAX_HEADERS:
         return Refused("too many headers", 431)
-    if sum(len(name) + len(value) + 4 for name, value in parts.headers) + len(parts.target) > MAX_HEAD:
+    if sum([len(name) + len(value) + 4 for name, value in parts.headers]) + len(parts.target) > MAX_HEAD:
         return Refused("request head over the limit", 431)
     seen: set[bytes] = set()
     for name, value in parts.headers:
@@ -272,17 +273,19 @@ def _is_websocket(
 def _list(headers: Headers, wanted: bytes) -> tuple[bytes, ...]:
     """Return the elements of a comma-separated header in lower case, over all its copies."""
     return tuple(
-        element.strip(b" \t").lower()
-        for name, value in headers
-        if name.lower() == wanted
-        for element in value.split(b",")
-        if element.strip(b" \t")
+        [
+            element.strip(b" \t").lower()
+            for name, value in headers
+            if name.lower() == wanted
+            for element in value.split(b",")
+            if element.strip(b" \t")
+        ]
     )
 
 
 def _forwarded(parts: RequestParts, nominated: frozenset[bytes]) -> Headers:
-    dropped = _HOP_BY_HOP | _REWRITING | nominated | {b"host"}
-    kept = [(name, value) for name, value in parts.headers if name.lower() not in dropped]
+    dropped = _DROPPED | nominated if nominated else _DROPPED
+    kept = [header for header in parts.headers if header[0].lower() not in dropped]
     if parts.version == 20 and b"trailers" in _list(parts.headers, b"te"):
         kept.append((b"te", b"trailers"))  # gRPC requires it
     return tuple(kept)

@@ -13,12 +13,15 @@ judged. On hosts with path rules a path must be canonical, otherwise it is refus
 - Allow patterns are case-sensitive. Deny patterns ignore ASCII case. In both cases the stricter result applies.
 """
 
+import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 MAX_PATH = 8192
 MAX_PATTERN = 2048
 
+_UNFIT = re.compile(r"""[^!-~]|[\\?#"<>^`{|};]""")
+_UNPRINTABLE = "control character, blank or non-ASCII character"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _UNRESERVED = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 _ASCII_LOWER = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz")
@@ -84,13 +87,11 @@ def _strict_ambiguity(path: str) -> str | None:
         return "does not begin with a slash"
     if len(path) > MAX_PATH:
         return "path too long"
-    for character in path:
-        if character <= " " or character >= "\x7f":
-            return "control character, blank or non-ASCII character"
-        if character in '\\?#"<>^`{|}':
-            return "character that a path does not have"
-        if character == ";":
+    unfit = _UNFIT.search(path)
+    if unfit is not None:
+        if unfit[0] == ";":
             return "path parameter"
+        return "character that a path does not have" if "!" <= unfit[0] <= "~" else _UNPRINTABLE
     if "%" in path:
         problem = _escape_problem(path)
         if problem is not None:
