@@ -88,6 +88,7 @@ class _Repeated:
     Attributes:
         translated: the request as received. `guarded` has it, and the decision, after the guard.
         plans: the uses of secrets that the request makes. A substitution is one if its placeholder is there.
+        of_plans: the same without an order, with a hash that is computed once.
         missed: the substitutions whose placeholder is absent.
         path: for records.
         head: the head to send, without a signature, with what it was made of: the composed request, and whether the
@@ -99,6 +100,7 @@ class _Repeated:
     decision: AllowRequest
     guarded: GuardedRequest
     plans: tuple[SecretPlan, ...]
+    of_plans: frozenset[SecretPlan]
     missed: tuple[SubstitutionPlan, ...]
     secrets: frozenset[str]
     path: str
@@ -159,6 +161,9 @@ class Session:
         self, origin: Origin, effects: Effects, known: KnownPatterns, max_decoded: int, max_body: int = 8 * 1024 * 1024
     ) -> None:
         self.facts = origin.facts
+        scheme = origin.facts.scheme.value
+        self.destination = origin.facts.host, origin.facts.port, scheme.encode("ascii")
+        """Host, port and scheme to which requests may be sent."""
         self.effects = effects
         self.max_decoded = max_decoded
         self.max_body = max_body
@@ -182,7 +187,7 @@ class Session:
         self.where: dict[str, object] = {
             "host": origin.facts.host,
             "port": origin.facts.port,
-            "scheme": origin.facts.scheme.value,
+            "scheme": scheme,
             "flow": origin.flow_id,
             "destination": origin.destination,
             "peer": f"{origin.peer[0]}:{origin.peer[1]}",
@@ -324,7 +329,7 @@ class Exchange:
         self._next((_Stage.NEW,), _Stage.JUDGING)
         session, effects = self.session, self.session.effects
         facts = session.facts
-        if destination != (facts.host, facts.port, facts.scheme.value.encode("ascii")):
+        if destination != session.destination:
             raise RuntimeError("the engine would send this request to another destination than the flow's")
         repeated = session.repeated
         same = repeated is not None and repeated.parts is parts
@@ -435,7 +440,7 @@ class Exchange:
                     repeated = self._begin(pending, body)
                 except TooMany as error:
                     return await self._deny(parts, translated, Deny(decision.rule, str(error)))
-            self._route = pending.reserve(frozenset(repeated.plans))
+            self._route = pending.reserve(repeated.of_plans)
             self._repeated = repeated
             permitted = await self._permit(repeated, body)
         finally:
@@ -495,6 +500,7 @@ class Exchange:
             pending.decision,
             pending.guarded,
             plans,
+            frozenset(plans),
             tuple(plan for plan in allowed.substitutions if plan not in found),
             frozenset(plan.secret for plan in plans),
             facts.path[:MAX_RECORDED_PATH],
@@ -831,7 +837,8 @@ class Exchange:
         self.begun = True
         patterns = self.session.searched.patterns
         own = _CLOSE if self._closes and not read.own else read.own
-        self._relayed = (*self._without_secrets(read.headers), *own)
+        shown = self._without_secrets(read.headers)
+        self._relayed = (*shown, *own) if own else shown  # the same object for a repeated head
         buffered = patterns is not None and read.coded and head.status != 101
         self._next((_Stage.HEADED,), _Stage.BUFFERED if buffered else _Stage.STREAMED)
         if patterns is not None and head.status == 101:

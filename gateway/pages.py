@@ -17,14 +17,12 @@ _GENERIC = {
     502: "The server could not be reached securely, or did not answer properly.",
     503: "credential proxy unavailable",
 }
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 def reason_phrase(status: int) -> str:
     """Return the standard phrase of `status`, or an empty string."""
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return ""
+    return _PHRASES.get(status, "")
 
 
 def failure(status: int) -> tuple[Fields, bytes]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.engines.http1.framing import (
     MAX_INFORMATIONAL,
     MAX_RESPONSE_HEAD,
+    Begun,
     ChunkedBody,
     ClientRequest,
     FramingError,
@@ -153,6 +154,18 @@ def test_a_repeated_head_is_written_once() -> None:
     sent = writer.write(b"GET", 1, other)
     assert (True, True) == (sent.expects, sent.binds) and b"xpect" not in sent.data
     assert "NTLM" not in repr(sent)
+
+
+def test_a_repeated_response_head_is_written_once() -> None:
+    writer, headers = HeadWriter(), ((b"Transfer-Encoding", b"chunked"), (b"A", b"b"))
+    begun = writer.begin(200, "OK", 1, headers)
+    assert begun is writer.begin(200, "OK", 1, headers)
+    assert Begun(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n", True, False) == begun
+    assert Begun(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", False, True) == writer.begin(200, "OK", 0, headers)
+    assert begun == writer.begin(200, "OK", 1, headers)
+    assert Begun(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", False, False) == writer.begin(200, "OK", 1, headers[1:])
+    assert Begun(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", False, False) == writer.begin(200, "OK", 0, headers[1:])
+    assert begun.data.replace(b"200", b"201") == writer.begin(201, "OK", 1, headers).data
 
 
 # Responses.

@@ -216,11 +216,27 @@ class Sent:
     binds: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The head of a streamed response as it is sent.
+
+    Attributes:
+        data: its bytes.
+        chunked: the body is sent in the chunked coding.
+        unframed: the chunked coding is removed for a client of HTTP/1.0, so the end of the connection ends the body.
+    """
+
+    data: bytes = field(repr=False)
+    chunked: bool
+    unframed: bool
+
+
 class HeadWriter:
-    """Writes the request heads of one flow. Keeps the last one, since clients repeat them."""
+    """Writes the heads of one flow. Keeps the last request and the last response, since both are repeated."""
 
     def __init__(self) -> None:
         self._last: tuple[ForwardHead, bytes, int, Sent] | None = None
+        self._begun: tuple[Headers, int, int, Begun] | None = None
 
     def write(self, method: bytes, minor_version: int, head: ForwardHead) -> Sent:
         """Return a request head.
@@ -236,6 +252,19 @@ class HeadWriter:
         sent = Sent(data, len(fields) < len(head.headers), binds_connection(fields))
         self._last = head, method, minor_version, sent
         return sent
+
+    def begin(self, status: int, reason: str, minor_version: int, headers: Headers) -> Begun:
+        """Return the head of a streamed response for a client with this minor version."""
+        last = self._begun
+        if last is not None and last[0] is headers and last[1] == status and last[2] == minor_version:
+            return last[3]
+        chunked, fields = any(name.lower() == b"transfer-encoding" for name, _ in headers), headers
+        unframed = chunked and minor_version == 0
+        if unframed:
+            fields = tuple(one for one in headers if one[0].lower() != b"transfer-encoding")
+        begun = Begun(response_head(status, reason, fields), chunked and not unframed, unframed)
+        self._begun = headers, status, minor_version, begun
+        return begun
 
 
 def binds_connection(headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -374,7 +403,7 @@ class Response:
             self.headers = []
             return
         names = {name.lower() for name, _ in self.headers}
-        if sum(len(name) + len(value) for name, value in self.headers) > MAX_RESPONSE_HEAD:
+        if sum([len(name) + len(value) for name, value in self.headers]) > MAX_RESPONSE_HEAD:
             self._problem = _TOO_LARGE
         self.status, self.headed = status, True
         self._keeps_alive = bool(self._parser.should_keep_alive())

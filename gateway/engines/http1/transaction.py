@@ -112,10 +112,8 @@ class Transaction:
             self._exchange.session.finished(self._exchange.request_id)
 
     async def _serve(self) -> bool:
-        facts = self._exchange.session.facts
         with self._waiting():
-            destination = (facts.host, facts.port, facts.scheme.value.encode("ascii"))
-            verdict = await self.judge(self._request.parts, destination)
+            verdict = await self.judge(self._request.parts, self._exchange.session.destination)
         if isinstance(verdict, Collect):
             verdict = await self._collect(verdict)
         if isinstance(verdict, Forward):
@@ -313,12 +311,9 @@ class Transaction:
     async def _streamed(self, server: BufferedConnection, verdict: Relay) -> bool:
         """Relay a body as it comes; False if only the end of the connection ends it."""
         client, exchange, response = self._client, self._exchange, self._response
-        fields, framed = verdict.headers, response.framed
-        chunked = any(name.lower() == b"transfer-encoding" for name, _ in fields)
-        if chunked and self._request.minor_version == 0:
-            fields = tuple(one for one in fields if one[0].lower() != b"transfer-encoding")
-            chunked, framed = False, response.bodiless
-        out, pieces = response_head(verdict.status, verdict.reason, fields), self._pieces
+        begun = self._heads.begin(verdict.status, verdict.reason, self._request.minor_version, verdict.headers)
+        chunked, framed = begun.chunked, response.bodiless if begun.unframed else response.framed
+        out, pieces = begun.data, self._pieces
         try:
             while not response.complete:
                 out += b"".join([_framed(exchange.response_chunk(piece), chunked=chunked) for piece in pieces])
