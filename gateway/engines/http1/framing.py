@@ -383,6 +383,10 @@ class Response:
             raise FramingError("the response is incomplete")
         self.complete = True
 
+    def release(self) -> None:
+        """Drop the parser, which refers to this object. Without this, only the garbage collector would free both."""
+        del self._parser
+
     # What the parser calls.
 
     def on_message_begin(self) -> None:

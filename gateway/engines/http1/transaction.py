@@ -109,6 +109,7 @@ class Transaction:
             self._client.ended = None
             await self._end_upload()
             self._collected.release()
+            self._response.release()
             self._exchange.session.finished(self._exchange.request_id)
 
     async def _serve(self) -> bool:

@@ -4,11 +4,15 @@ It tests `gateway/engines/http1/transaction.py`, `gateway/engines/http1/servers.
 """
 
 import asyncio
+import gc
 import time
 
 import pytest
 
+from gateway.engines.http1.framing import Response
+from gateway.engines.http1.transaction import Transaction
 from gateway.engines.port import EngineLimits
+from gateway.exchange import Exchange
 from gateway.tls.contexts import UpstreamContext
 from policy.facts import Scheme
 
@@ -220,3 +224,20 @@ async def test_a_flow_ends_after_the_idle_time(when: str, lab: Lab) -> None:
         released.set()
     ends = [fields["reason"] for kind, decision, fields in rig.audit.records if (kind, decision) == ("flow", "deny")]
     assert ["idle"] == ends
+
+
+async def test_a_request_leaves_nothing_for_the_garbage_collector(rig: Rig) -> None:
+    """Collections are pauses of all flows of the sandbox."""
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await rig.connect()
+        for _ in range(3):
+            writer.write(b"GET /v1 HTTP/1.1\r\nHost: good.test\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert b"ok" == await reader.readexactly(2)
+        writer.close()
+        await asyncio.wait(rig.flows)
+        assert [] == [one for one in gc.get_objects() if isinstance(one, Response | Transaction | Exchange)]
+    finally:
+        gc.enable()
