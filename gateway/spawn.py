@@ -10,6 +10,7 @@ gateway namespace (as root: port 53) -> drop groups, gid, uid -> not dumpable, l
 - `become_worker` uses nothing of the zygote except imported modules and `Order.constants`.
 """
 
+import contextlib
 import ctypes
 import encodings
 import importlib
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # `preload` imports it
 MAX_DESCRIPTORS = 8192
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_HEAP, _OF_HEAP = 4 * 1024 * 1024, 2 * 1024 * 1024
 _OOM_SCORE = b"500"
 # A worker cannot open files, so the zygote imports also the modules that libraries import late.
 _PRELOADED = (
@@ -133,6 +136,7 @@ def become_worker(order: Order) -> int:
     os.close(order.descriptors.namespace)
     _drop_privileges(order.uid, order.gid)
     _reseed()
+    keep_heap()
     return _run(order, inside, listeners)
 
 
@@ -145,6 +149,17 @@ def prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def keep_heap() -> None:
+    """Keep up to `_KEPT_HEAP` bytes of freed memory, and take buffers of relayed bodies from it.
+
+    Otherwise the C library returns each buffer to the kernel, which clears the pages of the next one.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_HEAP)
+        libc.mallopt(_M_MMAP_THRESHOLD, _OF_HEAP)
 
 
 def _run(order: Order, inside: InsideSockets, listeners: Listeners) -> int:

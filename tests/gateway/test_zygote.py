@@ -1,5 +1,7 @@
 """A fork request is exactly one valid request, or nothing is forked."""
 
+import subprocess
+import sys
 from ipaddress import IPv4Address
 from typing import Any
 
@@ -82,3 +84,27 @@ def test_another_number_of_descriptors_is_refused(fds: list[int]) -> None:
     with pytest.raises(RequestError) as refused:
         order(FORK, fds, COMMON)
     assert Code.INVALID is refused.value.code
+
+
+BUFFERS = """
+import resource, sys
+from gateway.spawn import keep_heap
+if sys.argv[1] == "kept":
+    keep_heap()
+for round in range(3):
+    if round == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        buffers = [bytes(256 * 1024) for _ in range(8)]
+        del buffers
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_worker_keeps_the_pages_of_its_buffers() -> None:
+    """Each page that the kernel has to clear again costs more than the bytes that are put into it."""
+    faults = [
+        int(subprocess.run([sys.executable, "-c", BUFFERS, one], capture_output=True, check=True).stdout)
+        for one in ("kept", "returned")
+    ]
+    assert 10 * faults[0] < faults[1]
