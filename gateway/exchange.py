@@ -368,7 +368,8 @@ class Exchange:
                 return await self._deny(parts, translated, refusal(stray), secret=stray)
         pending = _Pending(parts, translated, decision, guarded, reserve)
         signs_body = self._signer is not None and self._signer.needs_body
-        if signs_body or needs_body(guarded.translated, guarded.allowed.substitutions, http2=self._http2):
+        substituted = guarded.allowed.substitutions
+        if signs_body or (substituted and needs_body(guarded.translated, substituted, http2=self._http2)):
             return self._collect(pending)
         return await self._prepare(pending, None)
 
@@ -577,19 +578,24 @@ class Exchange:
             # Set before the first wait: a revocation during the wait then finds this flow.
             session.used.update(repeated.secrets)
             leased: dict[str, Secret] = {}  # one use for each secret, in however many places
-            for plan in repeated.plans:
+            last = session.composed
+            same = body is None and last is not None and last[0] is translated
+            before: Injected = last[1] if same and last is not None else ()
+            for place, plan in enumerate(repeated.plans):
                 asked = plan.secret
                 value = leased.get(asked) or await effects.secrets.lease(plan, facts)
                 leased[asked] = value
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError
+                same = same and place < len(before) and before[place][0] is plan and before[place][1] is value
                 if presents(plan):
                     kept = session.certificate = read(plan, value, effects.date(), session.certificate)
                     presented = kept.presented
-                else:
+                elif not same:
                     self._check(plan, value)
                 injected.append((plan, value))
-            composed = self._composed(translated, tuple(injected), body)
+            same = same and len(before) == len(injected)
+            composed = last[2] if same and last is not None else self._composed(translated, tuple(injected), body)
             known = effects.decider.placeholders()
             stray = known.in_head(composed.target, composed.headers) or known.in_bytes(composed.body or b"")
             if stray is not None:
@@ -600,7 +606,8 @@ class Exchange:
             if session.over:
                 raise ConnectionAbortedError
             session.sensitive.update(composed.sensitive)
-            self._missed(repeated, body)
+            if repeated.missed:
+                self._missed(repeated, body)
         except SecretRefused as error:
             return await self._deny(parts, translated, Deny(allowed.rule, error.reason), secret=asked)
         except SecretsSuspended as error:
@@ -619,15 +626,6 @@ class Exchange:
             SecretRefused, ValueError: it must not be sent.
         """
         session = self.session
-        last = session.composed
-        if (
-            body is None
-            and last is not None
-            and last[0] is translated
-            and len(last[1]) == len(injected)
-            and all(one[0] is other[0] and one[1] is other[1] for one, other in zip(last[1], injected, strict=True))
-        ):
-            return last[2]
         injections, substitutions = split(injected)
         placed = [(plan, value) for plan, value in injections if not plan.signs and not presents(plan)]
         rendered = [(plan, self._rendered(plan, value)) for plan, value in placed]
@@ -1027,7 +1025,8 @@ class Exchange:
     # Stages and records.
 
     def _next(self, stages: tuple[_Stage, ...], following: _Stage) -> None:
-        self._require(self._stage in stages)
+        if self._stage not in stages:
+            self._require(held=False)
         self._stage = following
 
     def _require(self, held: bool) -> None:

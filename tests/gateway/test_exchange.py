@@ -559,6 +559,22 @@ def test_each_request_of_a_flow_carries_the_value_that_is_leased_for_it() -> Non
         assert [secret.encode()] == sent
 
 
+def test_the_same_value_is_put_where_the_decision_in_force_wants_it() -> None:
+    class Kept(Ports):
+        value = Secret(SECRET)
+
+        async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+            return self.value
+
+    ports = Kept(uses=(USE, replace(USE, plan=replace(PLAN, name="X-Other"))))
+    session = session_of(ports)
+    for number, name in enumerate((PLAN.name, "X-Other", PLAN.name)):
+        ports.decision = AllowRequest("r", (replace(PLAN, name=name),))
+        verdict = ended(Exchange(session, f"q{number}").request(PARTS, DESTINATION, no_connection))
+        assert isinstance(verdict, Forward)
+        assert [name.encode()] == [name for name, value in verdict.head.headers if value == SECRET.encode()]
+
+
 def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent() -> None:
     """And each request takes its own, also on one flow, and with the same head."""
     other = replace(PLAN, binding="more", name="X-More")
