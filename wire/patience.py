@@ -93,6 +93,7 @@ class Patience:
         """
         if self._countdown is not None:
             self._countdown.cancel()
+            self._countdown = None  # it refers to this object
         await self._scope.__aexit__(kind, error, trace)
 
     def _end(self) -> None:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 
 from gateway.engines.buffered import BufferedConnection
 
+_NOTHING: Callable[[], int] = int
+
 
 class IdleTime(AbstractContextManager[None]):
     """The idle time of one flow. It is over when nothing has moved, and no peer has taken queued bytes, for that time.
@@ -17,7 +19,7 @@ class IdleTime(AbstractContextManager[None]):
         active_at: the loop's time at which bytes last moved. The flow sets it.
     """
 
-    def __init__(self, seconds: float, unsent: Callable[[], int], end: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, unsent: Callable[[], int], end: Callable[[], object]) -> None:
         """Start the time.
 
         Args:
@@ -39,8 +41,9 @@ class IdleTime(AbstractContextManager[None]):
         self.active_at = self._loop.time()
 
     def cancel(self) -> None:
-        """Stop the time."""
+        """Stop the time, for good: it drops its references to the flow."""
         self._timer.cancel()
+        self._unsent, self._end = _NOTHING, _NOTHING
 
     def _check(self) -> None:
         left = self.active_at + self._seconds - self._loop.time()

@@ -92,7 +92,12 @@ class Http1Flow:
         self._servers.close()
         if self._client is None:
             self._flow.writer.close()
-        await close_all(self._connections(), self._limits.idle_seconds)
+        try:
+            await close_all(self._connections(), self._limits.idle_seconds)
+        finally:
+            # They refer to this flow. Without this, only the garbage collector would free a flow and its connections.
+            self._client = None
+            del self._servers
 
     def _connections(self) -> list[BufferedConnection]:
         return [*self._servers.connections, *([] if self._client is None else [self._client])]

@@ -9,12 +9,15 @@ import time
 
 import pytest
 
+from gateway.engines.ending import IdleTime
+from gateway.engines.http1.flow import Http1Flow
 from gateway.engines.http1.framing import Response
 from gateway.engines.http1.transaction import Transaction
 from gateway.engines.port import EngineLimits
 from gateway.exchange import Exchange
 from gateway.tls.contexts import UpstreamContext
 from policy.facts import Scheme
+from wire.patience import Patience
 
 from .conftest import Lab, Reply, Rig, read_all, server_context
 
@@ -226,8 +229,9 @@ async def test_a_flow_ends_after_the_idle_time(when: str, lab: Lab) -> None:
     assert ["idle"] == ends
 
 
-async def test_a_request_leaves_nothing_for_the_garbage_collector(rig: Rig) -> None:
+async def test_a_flow_leaves_nothing_for_the_garbage_collector(rig: Rig) -> None:
     """Collections are pauses of all flows of the sandbox."""
+    of_a_flow = Http1Flow | IdleTime | Patience | Response | Transaction | Exchange
     gc.collect()
     gc.disable()
     try:
@@ -236,8 +240,11 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector(rig: Rig) -> N
             writer.write(b"GET /v1 HTTP/1.1\r\nHost: good.test\r\n\r\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert b"ok" == await reader.readexactly(2)
+        kept = [one for one in gc.get_objects() if isinstance(one, Response | Transaction | Exchange)]
         writer.close()
         await asyncio.wait(rig.flows)
-        assert [] == [one for one in gc.get_objects() if isinstance(one, Response | Transaction | Exchange)]
+        rig.flows.clear()
+        left = [one for one in gc.get_objects() if isinstance(one, of_a_flow)]
+        assert ([], []) == (kept, left)
     finally:
         gc.enable()
