@@ -22,10 +22,9 @@ from lifecycle.api import credentials
 from lifecycle.config import master_key
 from lifecycle.config.serve import DatabaseConfig, RouteKeysConfig, ServeConfig
 from lifecycle.config.settings import DATABASE_DSN, Settings, SettingsError
+from lifecycle.sandboxes.bounds import CreationBounds, SandboxLimits
 from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
-from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
-from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.snapshots.snapshot import SnapshotBounds
 from policy.references import BackendKind
 from vault.wrapping.sources import KeySource

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lifecycle.sandboxes.bounds import CreationBounds, SandboxLimits
 from lifecycle.sandboxes.ceilings import Ceilings, SandboxCeiling
-from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
-from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.snapshots.snapshot import SnapshotBounds
 from wire.errors import ConfigError
 

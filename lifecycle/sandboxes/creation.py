@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.api.models import HOOKS_VARIABLE, CapacitySpec, Create, CreatePool
 from lifecycle.sandboxes import labels, volumes
+from lifecycle.sandboxes.bounds import SandboxLimits
 from lifecycle.sandboxes.pool import Capacity, SandboxPool
 from lifecycle.sandboxes.quantities import Resources, check_names, resolve
 from lifecycle.snapshots.snapshot import Snapshot
@@ -67,18 +68,6 @@ MAX_HOOKS = 1 << 16
 """execd's limit for the text of all hooks."""
 MAX_COMMAND = 1 << 19
 """The limit of bytes for all of them, which leaves room for the variables of the image and the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxLimits:
-    """The operator's limits for a create call."""
-
-    runtimes: tuple[str, ...]
-    default_runtime: str
-    defaults: Resources
-    maxima: Resources
-    max_timeout: int | None
-    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import wire
 from lifecycle.api.errors import ApiError, invalid
 from lifecycle.daemon_clients import Hostd, Unreachable
+from lifecycle.sandboxes.bounds import SandboxLimits
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import SandboxLimits, idle_member
+from lifecycle.sandboxes.creation import idle_member
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.members import Members, unknown_pool
 from lifecycle.sandboxes.orchestrator import Orchestrator

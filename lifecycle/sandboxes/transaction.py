@@ -27,7 +27,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import wire
@@ -38,7 +38,7 @@ from lifecycle.daemon_clients import Auditd, Hostd, Unreachable, Vaultd, explain
 from lifecycle.egress.policies import Compiled, Policies, PolicyRefused
 from lifecycle.proxy.handover import NotHandedOver
 from lifecycle.sandboxes import volumes
-from lifecycle.sandboxes.ceilings import Ceilings
+from lifecycle.sandboxes.bounds import CreationBounds
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.creation import Plan, claimed
 from lifecycle.sandboxes.history import Given, Removal
@@ -64,22 +64,6 @@ _LATEST = 0.2
 """The weight of the latest launch in the average of their times."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CreationBounds:
-    """The limits of concurrent creations, the time that a caller waits for its answer, and the ceilings.
-
-    Attributes:
-        queue_seconds: the longest wait of a creation for its launch.
-    """
-
-    launches: int
-    pending: int
-    sandboxes: int
-    answer_seconds: float
-    queue_seconds: float
-    ceilings: Ceilings
 
 
 type HandOver = Callable[[str, str, Sequence[str], Mapping[str, str], Sequence[ProvidedFile]], Awaitable[None]]

@@ -28,11 +28,10 @@ from lifecycle.api.app import Server, build
 from lifecycle.api.credentials import RouteKeys, Tokens, digest
 from lifecycle.config.serve import DatabaseConfig, ServeConfig
 from lifecycle.egress.policies import Policies
+from lifecycle.sandboxes.bounds import CreationBounds, SandboxLimits
 from lifecycle.sandboxes.ceilings import Ceilings
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.quantities import Resources
-from lifecycle.sandboxes.transaction import CreationBounds
 from lifecycle.serve import http_settings, prepare
 from lifecycle.snapshots.snapshot import SnapshotBounds
 from policy.compiled import CompiledPolicy

@@ -15,9 +15,9 @@ import wire
 from lifecycle.api.credentials import digest
 from lifecycle.api.errors import ApiError
 from lifecycle.config.serve import DatabaseConfig
+from lifecycle.sandboxes.bounds import CreationBounds
 from lifecycle.sandboxes.ceilings import Ceilings, Held, SandboxCeiling, check
 from lifecycle.sandboxes.registry import Registry, Sandbox, State
-from lifecycle.sandboxes.transaction import CreationBounds
 from tests.postgresql import Cluster
 from wire.api.states import HostState
 

@@ -12,8 +12,8 @@ from standins import BOUNDS, IMAGE, KEY, World, world
 
 import wire
 from lifecycle.sandboxes import reaper
+from lifecycle.sandboxes.bounds import CreationBounds
 from lifecycle.sandboxes.registry import Sandbox
-from lifecycle.sandboxes.transaction import CreationBounds
 from vault.grants import Grant
 from wire.api.hostd import HostSandboxState
 from wire.api.states import HostState

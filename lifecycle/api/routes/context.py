@@ -9,8 +9,8 @@ from lifecycle.api.credentials import RouteKeys, Tokens
 from lifecycle.api.rendered import Rendered
 from lifecycle.egress.changes import Egress
 from lifecycle.egress.routes import EgressApi
+from lifecycle.sandboxes.bounds import SandboxLimits
 from lifecycle.sandboxes.clock import Clock
-from lifecycle.sandboxes.creation import SandboxLimits
 from lifecycle.sandboxes.diagnostics import Diagnostics
 from lifecycle.sandboxes.journal import Journal
 from lifecycle.sandboxes.orchestrator import Orchestrator
