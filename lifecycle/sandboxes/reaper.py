@@ -274,14 +274,19 @@ class Observer:
         await self._apply(dict.fromkeys(live, self._egress.reapply))
 
     async def _apply(self, work: Mapping[str, Callable[[str], Awaitable[None]]]) -> None:
-        """Apply policies concurrently, so that a slow sandbox does not delay the others."""
-        for sandbox, apply in work.items():
-            if sandbox not in self._applying:
-                task = asyncio.create_task(self._in_turn(apply, sandbox), name=f"apply-{sandbox}")
-                self._applying[sandbox] = task
-                task.add_done_callback(functools.partial(self._applied, sandbox))
-        if tasks := [self._applying[sandbox] for sandbox in work if sandbox in self._applying]:
-            await asyncio.wait(tasks, timeout=APPLY_SECONDS)
+        """Apply policies concurrently, so that a slow sandbox does not delay the others.
+
+        A task that was under way may have begun with the former document. So its sandbox has its turn after it.
+        """
+        under_way = {sandbox: apply for sandbox, apply in work.items() if sandbox in self._applying}
+        for part in (work, under_way):
+            for sandbox, apply in part.items():
+                if sandbox not in self._applying:
+                    task = asyncio.create_task(self._in_turn(apply, sandbox), name=f"apply-{sandbox}")
+                    self._applying[sandbox] = task
+                    task.add_done_callback(functools.partial(self._applied, sandbox))
+            if tasks := [self._applying[sandbox] for sandbox in part if sandbox in self._applying]:
+                await asyncio.wait(tasks, timeout=APPLY_SECONDS)
 
     async def _in_turn(self, apply: Callable[[str], Awaitable[None]], sandbox: str) -> None:
         async with self._turns:

@@ -1,4 +1,7 @@
-"""The lifecycle API's shapes: errors, request ids, nulls, authentication, paging."""
+"""The lifecycle API's shapes: errors, request ids, nulls, authentication, paging.
+
+It also tests `lifecycle/sandboxes/creation.py` and `lifecycle/sandboxes/labels.py`, by calls of the API.
+"""
 
 import asyncio
 import gzip

@@ -49,6 +49,8 @@ NEEDED = {
     ("vault", "delete"): ["name"],
     ("vault", "reset"): ["name"],
     ("vault", "check"): ["env://NAME"],
+    ("vault", "limit"): ["env://NAME", "--max-uses", "1"],
+    ("vault", "unlimit"): ["env://NAME"],
     ("image", "add"): ["tool.tar"],
     ("image", "alias"): ["name", "alias"],
     ("image", "show"): ["name"],
@@ -61,7 +63,7 @@ def test_every_command_is_known_here() -> None:
     """A control for the tests below: their list has every command."""
     first = {"serve", "doctor", "init-config", "policy", "vault", "image", "volume", "audit"}
     assert first == {words[0] for words in LEAVES}
-    assert 27 == len(LEAVES)
+    assert 29 == len(LEAVES)
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

@@ -260,6 +260,22 @@ async def test_a_vaultd_that_hangs_does_not_keep_the_gateway_waiting(ruled: Plac
     assert [] == await settled(ruled)
 
 
+async def test_a_document_that_is_read_while_the_former_is_applied_is_applied_directly_after_it(
+    ruled: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaper, "OBSERVE_SECONDS", 3600)  # otherwise the observer would deliver it later
+    name, vaultd = await make(ruled), ruled.world.vaultd
+    vaultd.hold["regrant"] = asyncio.Event()
+    changes = [asyncio.create_task(change(ruled, DENIED.text))]
+    await until(lambda: "api" not in bound(ruled, name))
+    changes.append(asyncio.create_task(change(ruled, TIGHTENINGS["everything"].text)))
+    await asyncio.sleep(0.1)
+    vaultd.hold.pop("regrant").set()
+    await asyncio.gather(*changes)
+    assert set() == bound(ruled, name)
+    assert [] == await settled(ruled)
+
+
 async def test_a_gateway_that_does_not_answer_keeps_no_other_from_its_policy(
     ruled: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,7 @@
-"""Creation and removal are complete or have no effect, across failures, disconnected clients, and restarts."""
+"""Creation and removal are complete or have no effect, across failures, disconnected clients, and restarts.
+
+It also tests `lifecycle/sandboxes/creation.py`, by calls of the API.
+"""
 
 import asyncio
 import contextlib

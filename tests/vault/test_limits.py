@@ -208,8 +208,9 @@ def released(lease: Any) -> bool:
 
 
 async def test_a_lease_ends_with_the_limit(world: EnvironmentWorld) -> None:
+    soon = (datetime.now(UTC) + timedelta(seconds=100)).isoformat()
     worker = await opened(world)
-    await world.vault.admin.limit(ReferenceLimit.make("env://*", expires=SOON))
+    await world.vault.admin.limit(ReferenceLimit.make("env://*", expires=soon))
     await world.vault.admin.limit(ReferenceLimit.make(world.reference, expires=(NOW + timedelta(days=1)).isoformat()))
     lease = await ask(world, worker)
     assert lease.expires - asyncio.get_running_loop().time() <= 100

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 
-HTTP, DATABASE, MARK, OUTPUT = sys.argv[1:5]
+HTTP, DATABASE, MARK, OUTPUT = sys.argv[1:5] if __name__ == "__main__" else ("",) * 4
 OPTIONS = {
     "placed": ["-H", "X-Own: __PLACED__", "-H", "Content-Type: application/json", "-d", '{"a": "__PLACED__"}'],
     "variable": ["-H", f"Authorization: Bearer {os.environ.get('API_TOKEN')}"],
