@@ -330,7 +330,7 @@ def _engine() -> None:
     replaced(contexts, "certified", "certified name", lambda real, names, host: host)
     replaced(framing, "check_framing", "framing of what is sent", lambda real, headers: None)
     replaced(transaction.Transaction, "check", "sentinel", lambda real, *_: None)
-    replaced(exchange.Exchange, "_require", "order of steps", lambda real, *_: None)
+    replaced(exchange.Exchange, "_require", "order of steps", lambda real, *_, **__: None)
     replaced(exchange.Session, "may_connect", "no connection without an allowed request", lambda real, *_: True)
 
     judge = transaction.Transaction.judge
