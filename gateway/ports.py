@@ -216,7 +216,7 @@ class LeasedSecrets:
         held = self._usable(key) or await self._renewed(key, method, path)
         refusal = held.check(method, path)
         if refusal is not None:
-            raise SecretRefused(refusal.reason)
+            raise SecretRefused(f"{key[0]}: {refusal.reason}")
         if key in self._uses:  # without a wait since it was looked at
             self._uses[key] -= 1
         return held.value

@@ -117,7 +117,7 @@ async def test_a_lease_at_hand_is_refused_to_a_request_outside_its_scope(
     await secrets.lease(PLAN, request())
     with pytest.raises(SecretRefused) as caught:
         await secrets.lease(PLAN, outside)
-    assert reason == caught.value.reason
+    assert f"{PLAN.secret}: {reason}" == caught.value.reason
     assert Secret("value 1") == await secrets.lease(PLAN, request(path="/v1/y"))
     assert 1 == len(far.asked)
 

@@ -692,6 +692,7 @@ def test_a_new_policy_cuts_live_flows_to_an_address_that_it_denies_and_opens_no_
         with gate.dial() as client:
             client.sendall(hello("good.example.com"))
             cut = gate.rig.internet.next_connection()
+            assert cut.recv(1)  # the flow is live
             gate.configure(replace(policy("good.example.com"), always_deny=(f"{WEB}/32",)))
             assert b"" == ended(client)
             ended(cut)
@@ -708,7 +709,7 @@ def test_a_dead_guard_cuts_live_flows_and_stops_dialling_until_a_new_one(gate: G
     gate.configure(policy("good.example.com"))
     with gate.dial() as client:
         client.sendall(hello("good.example.com"))
-        gate.rig.internet.next_connection()
+        assert gate.rig.internet.next_connection().recv(1)  # the flow is live
         os.close(gate.guard)
         assert b"" == ended(client)
     with gate.dial() as client:
@@ -943,7 +944,7 @@ def test_a_scoped_secret_goes_to_its_method_and_path_and_nowhere_else(rig: Rig, 
                 client.sendall(request)
                 assert ended(client).startswith(b"HTTP/1.1 403 ")
         assert 2 == len(rig.internet.accepted)
-        expected = [f"the secret is not bound to this {what}" for what in ("method", "path")]
+        expected = [f"scoped: the secret is not bound to this {what}" for what in ("method", "path")]
         assert [("request", reason) for reason in expected] == denials(gate, "api")
 
 
