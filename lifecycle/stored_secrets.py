@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +31,8 @@ from wire import codec
 from wire.api.vaultd import Listed
 
 _SECONDS = 5.0
+PROBES_SECONDS = 30.0
+"""The time in which probes are begun: each reference of a backend that hangs takes some seconds."""
 
 type Said = Callable[[str], str]
 """Says what is wrong with a reference; empty if nothing that is known is."""
@@ -112,6 +115,13 @@ def read(configured: Settings | None) -> StoredSecrets:
     except (OSError, wire.RemoteError):  # it answers root only, and hangs up on others
         unknown = "the vault answers root only, or does not answer"
         return StoredSecrets({}, unknown=unknown, unconfigured=lacks)
+    until = time.monotonic() + PROBES_SECONDS
+
+    def probe(reference: str) -> str:
+        if time.monotonic() > until:
+            return "its backend is not asked: those before it took too long"
+        return asyncio.run(_probed(settings, reference))
+
     infos = map(SecretInfo.of, listed.secrets)
     return StoredSecrets(
         {info.name: info for info in infos},
@@ -119,7 +129,7 @@ def read(configured: Settings | None) -> StoredSecrets:
         limits=tuple(map(ReferenceLimit.of, listed.limits)),
         used=listed.used,
         unconfigured=lacks,
-        probe=cache(lambda reference: asyncio.run(_probed(settings, reference))),
+        probe=cache(probe),
     )
 
 

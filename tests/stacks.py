@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opensandbox.exceptions import SandboxException
+from opensandbox.sync.sandbox import SandboxSync
 
 from audit.kinds import DESCRIBED, undescribed
 from demo.sandboxes import Secrets
@@ -111,3 +113,14 @@ def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Itera
                     yield stack
             finally:
                 subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)
+
+
+@contextmanager
+def removed(sandbox: SandboxSync) -> Iterator[SandboxSync]:
+    """Use a sandbox, and remove it."""
+    try:
+        yield sandbox
+    finally:
+        with suppress(SandboxException):
+            sandbox.kill()
+        sandbox.close()

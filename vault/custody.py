@@ -50,6 +50,7 @@ from vault.limit_record import ReferenceLimits
 from vault.secret import Secret, text_problem
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from vault.stores.port import (
+    FORMER_FOR,
     Clock,
     DamagedSecretError,
     Former,
@@ -341,7 +342,7 @@ class Custody:
 
         Args:
             scrub: the value is only for the search in responses of that destination, for any request. A host can send
-                back a secret that has expired.
+                back a secret that has expired. It is looked for as long as one that was replaced.
         """
         state = self._sandboxes.get(sandbox)
         if state is None:
@@ -357,7 +358,7 @@ class Custody:
             return found
         now, lease = self._clock(), MAX_LEASE
         for binding in found:
-            refusal = check(binding, wanted, None if scrub else now)
+            refusal = check(binding, wanted, now - FORMER_FOR if scrub else now)
             if refusal is None and (reason := binding.selectors.refusal(state.metadata, state.images)) is not None:
                 refusal = Refusal(Code.NOT_GRANTED, reason)
             if refusal is None and not scrub:

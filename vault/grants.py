@@ -298,12 +298,9 @@ class Grant:
         return cls.make(document["secret"], document["host"], document["port"], document["scheme"])
 
 
-def check(binding: SecretBinding, grant: Grant, now: datetime | None) -> Refusal | None:
-    """Say why `grant` is outside of what the secret's owner allows, None if it is within.
-
-    With `now` None, the end of the binding does not matter.
-    """
-    if binding.expires is not None and now is not None and now >= binding.expires:
+def check(binding: SecretBinding, grant: Grant, now: datetime) -> Refusal | None:
+    """Say why `grant` is outside of what the secret's owner allows, None if it is within."""
+    if binding.expires is not None and now >= binding.expires:
         return Refusal(Code.EXPIRED, "the secret has expired")
     if grant.wildcard or grant.host not in binding.hosts:
         return Refusal(Code.NOT_BOUND, "the secret is not bound to this host")

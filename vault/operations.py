@@ -8,6 +8,7 @@
 - No error message or record holds a value.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -58,6 +59,7 @@ class VaultOperations:
         self._readings = readings
         self._audit = audit
         self._rekey = rekey
+        self._rekeying = asyncio.Lock()
         self._administrators = administrators
 
     async def handle(self, connection: wire.Client, request: Message, fds: list[int]) -> object:
@@ -288,7 +290,8 @@ class VaultOperations:
                 wire.Code.INVALID, "a change of the master key comes with one descriptor per source"
             )
         await self._audit.accept("vault.rekey", "info", durable=True, actor=actor)
-        await self._rekey({KeySource(each): fd for each, fd in zip(request.credentials, fds, strict=True)})
+        async with self._rekeying:  # a successor that was read before another change must not be applied after it
+            await self._rekey({KeySource(each): fd for each, fd in zip(request.credentials, fds, strict=True)})
 
     async def _attach(self, request: vaultd.Attach, fds: list[int]) -> None:
         if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):

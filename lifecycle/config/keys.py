@@ -847,7 +847,9 @@ class SettingsModel(BaseModel):
         example="",
     )
     sallyport_vault_pkcs11_environment: TextMap = _key(
-        "sallyport.vault.pkcs11.environment", {}, "variables that the module needs, such as its configuration file"
+        "sallyport.vault.pkcs11.environment",
+        {},
+        "variables that the module needs, such as its configuration file; no secret: every user can read them",
     )
     sallyport_vault_transit_address: VaultAddress = _key(
         "sallyport.vault.transit.address",

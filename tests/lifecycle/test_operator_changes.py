@@ -268,8 +268,10 @@ async def test_a_document_that_is_read_while_the_former_is_applied_is_applied_di
     vaultd.hold["regrant"] = asyncio.Event()
     changes = [asyncio.create_task(change(ruled, DENIED.text))]
     await until(lambda: "api" not in bound(ruled, name))
+    assert ruled.server is not None
+    policies, before = ruled.server.policies, ruled.server.policies.version
     changes.append(asyncio.create_task(change(ruled, TIGHTENINGS["everything"].text)))
-    await asyncio.sleep(0.1)
+    await until(lambda: policies.version > before)
     vaultd.hold.pop("regrant").set()
     await asyncio.gather(*changes)
     assert set() == bound(ruled, name)

@@ -19,6 +19,7 @@ from vault.freeze import ALL, Extent
 from vault.grants import SecretBinding
 from vault.limits import ReferenceLimit
 from vault.stores.port import SecretInfo
+from wire.api.vaultd import Listed
 
 NOW = datetime.now(UTC)
 
@@ -174,6 +175,25 @@ def test_the_first_thing_to_do_is_said() -> None:
         StoredSecrets(STORED, unconfigured=lambda _: "add it", probe=probe).remark(use()),
     ]
     assert ["add it", "the secret has expired: `sallyport vault list`", "missing: write it", ""] == said
+    assert [REFERENCE] == asked
+
+
+def test_no_more_backends_are_asked_after_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy can name many references of a backend that hangs."""
+    asked: list[str] = []
+
+    async def listed(_settings: Settings) -> Listed:
+        return Listed((), {}, (), ())
+
+    async def probed(_settings: Settings, reference: str) -> str:
+        asked.append(reference)
+        return "timeout"
+
+    monkeypatch.setattr(stored_secrets, "_listed", listed)
+    monkeypatch.setattr(stored_secrets, "_probed", probed)
+    for seconds, said in ((30.0, "timeout"), (-1.0, "its backend is not asked: those before it took too long")):
+        monkeypatch.setattr(stored_secrets, "PROBES_SECONDS", seconds)
+        assert said == stored_secrets.read(settings(tmp_path)).probe(REFERENCE)
     assert [REFERENCE] == asked
 
 

@@ -16,7 +16,8 @@ from opensandbox.exceptions import SandboxException
 
 from demo.sandboxes import DemoSandbox, Secrets
 from testbed.stack import Stack
-from tests.system.test_snapshots import closing_manager, ready, removed, restore, run, settled
+from tests.stacks import removed
+from tests.system.test_snapshots import closing_manager, ready, restore, run, settled
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 

@@ -7,8 +7,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ from testbed.census import daemons
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
+from tests.stacks import removed
 from tests.system.test_create_and_delete import until
-from tests.system.test_snapshots import closing_manager, ready, removed, restore
+from tests.system.test_snapshots import closing_manager, ready, restore
 from vault.client import AdminClient
 from vault.conditions import Selectors, UseLimits
 from vault.grants import SecretBinding
@@ -42,14 +43,8 @@ async def _vault(stack: Stack) -> AsyncIterator[AdminClient]:
     await client.close()
 
 
-@contextmanager
-def sandbox_of(stack: Stack, runtime: str, policy: str, **options: Any) -> Iterator[SandboxSync]:
-    made = stack.create(runtime, policy=policy, **options)
-    try:
-        yield made
-    finally:
-        made.kill()
-        made.close()
+def sandbox_of(stack: Stack, runtime: str, policy: str, **options: Any) -> AbstractContextManager[SandboxSync]:
+    return removed(stack.create(runtime, policy=policy, **options))
 
 
 def asked(sandbox: SandboxSync, host: str, path: str) -> str:

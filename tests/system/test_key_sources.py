@@ -8,7 +8,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from demo.sandboxes import Secrets
 from testbed.census import daemons
 from testbed.internet import API
 from testbed.stack import Stack, StackError
-from tests.stacks import beside
+from tests.stacks import beside, removed
 from tests.system.test_create_and_delete import until
 from tests.vault.key_sources import Transit
 from tests.vault.tokens import MODULE, SoftToken, ready
@@ -118,14 +118,8 @@ def answers(sandbox: SandboxSync) -> bool:
     return done.text.strip() == "200"
 
 
-@contextmanager
-def sandbox_of(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
-    made = stack.create(runtime)
-    try:
-        yield made
-    finally:
-        made.kill()
-        made.close()
+def sandbox_of(stack: Stack, runtime: str) -> AbstractContextManager[SandboxSync]:
+    return removed(stack.create(runtime))
 
 
 def check_without(stack: WithWrappedKey, sandbox: SandboxSync, reason: str) -> None:

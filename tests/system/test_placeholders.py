@@ -19,9 +19,10 @@ from testbed.census import daemons
 from testbed.internet import API, GIT, INDEX, STATUS, Internet, received_field
 from testbed.stack import Stack, StackError
 from tests.conftest import ONE_RUNTIME
+from tests.stacks import removed
 from tests.system.test_create_and_delete import until
 from tests.system.test_pools import Api, claimed, ended
-from tests.system.test_snapshots import closing_manager, ready, removed, restore
+from tests.system.test_snapshots import closing_manager, ready, restore
 
 pytestmark = pytest.mark.system
 

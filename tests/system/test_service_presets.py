@@ -230,9 +230,9 @@ def test_each_client_works_under_its_preset(
     assert EXPECTED == got, printed
     assert b"data" == storage.stored("a/b \u00e9.txt")
     for command, answer in COMMANDS.items():
-        told = done(sandbox, command)
-        assert answer in told, told
-        printed += told
+        answered = done(sandbox, command)
+        assert answer in answered, answered
+        printed += answered
 
     openai, anthropic = (services.asked(host) for host in ("api.openai.com", "api.anthropic.com"))
     assert {f"Bearer {services.openai}"} == {one.header("authorization") for one in openai}
@@ -326,8 +326,8 @@ def test_what_a_preset_does_not_allow_does_not_arrive(
     for name, (host, method, path) in ATTACKS.items():
         services.received.clear()
         key = f'-H "Authorization: Bearer ${_VARIABLES[host]}"'
-        told = done(sandbox, f"curl -sS -X {method} {key} -w '%{{http_code}}' https://{host}{path}")
-        assert "Denied by policy rule" in told and told.endswith("403"), (name, told)
+        answered = done(sandbox, f"curl -sS -X {method} {key} -w '%{{http_code}}' https://{host}{path}")
+        assert "Denied by policy rule" in answered and answered.endswith("403"), (name, answered)
         assert [] == services.received, name
         right = credentials(services, host)
         wrong = {header: value + "x" for header, value in right.items()}

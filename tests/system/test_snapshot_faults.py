@@ -15,8 +15,9 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.stack import EMPTY_IMAGE, Stack
+from tests.stacks import removed
 from tests.system.test_pause import until
-from tests.system.test_snapshots import closing_manager, removed, restore
+from tests.system.test_snapshots import closing_manager, restore
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 

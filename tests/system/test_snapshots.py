@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,22 +20,12 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.internet import API, Internet
 from testbed.stack import Stack
+from tests.stacks import removed
 from tests.system.snapshot_content import DESCRIBE, MAKE
 from tests.system.test_pause import until
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 _PATIENCE = 120.0
-
-
-@contextmanager
-def removed(sandbox: SandboxSync) -> Iterator[SandboxSync]:
-    """Use a sandbox, and remove it."""
-    try:
-        yield sandbox
-    finally:
-        with suppress(SandboxException):
-            sandbox.kill()
-        sandbox.close()
 
 
 @contextmanager

@@ -93,6 +93,8 @@ class InProcess:
         self.key = directory / "master"
         self.key.touch(0o600)
         self.key.write_bytes(base64.b64encode(bytes(range(32))))
+        self.held_rekey: asyncio.Event | None = None
+        """Holds up the next change of the master key after it has read the keys."""
 
     async def start(self) -> None:
         """Open the vault and listen."""
@@ -106,7 +108,10 @@ class InProcess:
         self.readings.changed = self.channels.revoke_everywhere
 
         async def rekey(_credentials: object) -> None:
-            self.vault.rekey(load(self.key, {}))
+            found, held, self.held_rekey = load(self.key, {}), self.held_rekey, None
+            if held is not None:
+                await held.wait()
+            self.vault.rekey(found)
 
         operations = VaultOperations(
             self.vault.custody, self.channels, self.readings, self.audit, rekey, self._administrators

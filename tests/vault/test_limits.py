@@ -217,11 +217,15 @@ async def test_a_lease_ends_with_the_limit(world: EnvironmentWorld) -> None:
     await worker.close()
 
 
-async def test_an_expired_secret_is_still_looked_for_in_responses(world: EnvironmentWorld) -> None:
+async def test_an_expired_secret_is_looked_for_in_responses_for_one_more_day(world: EnvironmentWorld) -> None:
+    """The control of the refusal is an end that is not that long ago."""
     worker = await opened(world)
     await world.vault.admin.limit(ReferenceLimit.make(world.reference, expires=PAST, limits=UseLimits(1)))
     assert "expired" == await refusal(ask(world, worker))
     assert released(await ask(world, worker, "scrub"))
+    long_ago = (datetime.now(UTC) - timedelta(hours=24, seconds=1)).isoformat()
+    await world.vault.admin.limit(ReferenceLimit.make(world.reference, expires=long_ago, limits=UseLimits(1)))
+    assert "expired" == await refusal(ask(world, worker, "scrub"))
     await worker.close()
 
 

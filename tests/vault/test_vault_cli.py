@@ -15,8 +15,9 @@ import wire
 from tests.client_certificates import DAY, Times, authority, key_pem
 from tests.vault.key_sources import Token
 from vault.cli import VaultPlaces, main
+from vault.client import AdminClient
 from vault.grants import Grant, SecretBinding
-from vault.keyring import Keyring, MasterKeyError, create, next_file, source_of
+from vault.keyring import Keyring, MasterKeyError, create, next_file, replace, source_of
 from vault.secret import Secret
 from vault.vaultd import Vault
 from vault.wrapping.asking import Wrapping
@@ -195,6 +196,28 @@ async def test_a_change_of_the_master_key_that_was_broken_off_goes_on(vault: Any
         await vault.stop()
         await vault.start()
         assert Secret(CANARY) == vault.vault.store.value("token")
+
+
+async def test_a_change_of_the_master_key_waits_for_the_one_before(vault: Any) -> None:
+    """Otherwise what the first one has read would be applied last, and the vault would be sealed with a lost key."""
+    await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
+    other = await AdminClient.connect(vault.directory / "s", os.geteuid())
+    create(next_file(vault.key))
+    held = vault.held_rekey = asyncio.Event()
+    first = asyncio.create_task(vault.admin.rekey())
+    while vault.held_rekey is not None:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0.005)
+    replace(vault.key)
+    create(next_file(vault.key))
+    second = asyncio.create_task(other.rekey())
+    await asyncio.wait({second}, timeout=0.5)
+    held.set()
+    await asyncio.gather(first, second)
+    replace(vault.key)
+    await other.close()
+    await vault.stop()
+    await vault.start()
+    assert Secret(CANARY) == vault.vault.store.value("token")
 
 
 async def test_no_new_master_key_is_made_for_a_vault_that_does_not_answer(tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ from testbed.leaks import forms_of
 from testbed.memory import data_of, memory_of
 from tests.conftest import RUNTIMES
 from tests.gateway.signing.aws_server import Keys, verify
+from tests.stacks import removed
 from tests.system.backends import canary_client
 from tests.system.backends.world import USER, Canaries, Setup, sandbox_of
-from tests.system.test_snapshots import closing_manager, ready, removed, restore
+from tests.system.test_snapshots import closing_manager, ready, restore
 
 pytestmark = pytest.mark.system
 

@@ -10,7 +10,7 @@ import resource
 import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
@@ -29,7 +29,7 @@ from testbed.leaks import Search
 from testbed.stack import Stack
 from tests.client_certificates import Issued, authority, key_pem
 from tests.postgresql import Cluster, running
-from tests.stacks import beside
+from tests.stacks import beside, removed
 from tests.system.backends.mirror_server import Mirror, mirroring
 from tests.vault.authorization_server import AuthorizationServer
 from tests.vault.stand_in import https, send
@@ -415,15 +415,9 @@ def _database(stack: Stack, server: VaultServer, canaries: Canaries) -> Iterator
         yield cluster
 
 
-@contextmanager
-def sandbox_of(stack: Stack, runtime: str, policy: str | None, **options: Any) -> Iterator[SandboxSync]:
+def sandbox_of(stack: Stack, runtime: str, policy: str | None, **options: Any) -> AbstractContextManager[SandboxSync]:
     """Use a sandbox, and remove it."""
-    made = stack.create(runtime, policy=policy, **options)
-    try:
-        yield made
-    finally:
-        made.kill()
-        made.close()
+    return removed(stack.create(runtime, policy=policy, **options))
 
 
 def asked(sandbox: SandboxSync, host: str, path: str) -> str:
