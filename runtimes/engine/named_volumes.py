@@ -109,10 +109,12 @@ class NamedVolumes:
         return tuple(left)
 
     def sweep(self) -> tuple[str, ...]:
-        """Do `free`, and remove what a killed hostd left half-made."""
+        """Do `free`, and remove what a killed hostd left: half-made volumes, and mounts of volumes that are gone."""
         for path in self._store.iterdir():
             if path.name.startswith((_NEW, _OLD)):
                 shutil.rmtree(path)
+        for place in {*self._mounts.iterdir()} - {self._mounts / name for name in self._names()}:
+            trees.unmount(place)
         return self.free()
 
     def states(self) -> tuple[VolumeState, ...]:

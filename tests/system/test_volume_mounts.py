@@ -7,6 +7,7 @@ The tests judge by the kernel's table of mounts, by inodes and by loop devices. 
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -424,6 +425,17 @@ def test_a_damaged_volume_stops_no_start_and_can_be_removed(place: Place) -> Non
         assert 1 == len(do(place.volumes.sweep(frozenset())))
     finally:
         subprocess.run(["chattr", "-i", str(place.store / ".old-x")], check=True)
+
+
+def test_a_start_unmounts_a_volume_that_is_no_longer_in_the_store(place: Place) -> None:
+    """The operator removed the state of a host daemon that was killed."""
+    stage(place.volumes, named("own"))
+    trees.unmount(place.root / "run" / "stages" / "sbx-1" / "0")
+    (place.root / "run" / "stages" / "sbx-1").rmdir()
+    shutil.rmtree(place.store / "own")
+    assert 1 == len(place.mounts())
+    assert () == do(place.volumes.sweep(frozenset()))
+    assert [] == place.left()
 
 
 def test_a_file_never_has_two_loop_devices(place: Place) -> None:
