@@ -73,9 +73,10 @@ class SecretsSuspended(Exception):
 class Secrets(Protocol):
     """The secrets that this sandbox's worker may have."""
 
-    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
         """Return the secret of `plan` for this one request: its destination, method and path.
 
+        `size` is the number of the request's bytes as received, head and body; None: it is not known yet.
         Called before each use, once for each request and secret: each call counts as a use. The answer is valid for
         this request only.
 

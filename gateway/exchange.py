@@ -60,7 +60,7 @@ from gateway.signing.signer import Signer, check_key, signer_of
 from gateway.signing.sigv4 import SigningRefused
 from gateway.substitute import TooMany, body_form
 from gateway.tls.hello import Refused
-from gateway.translate import Headers, RequestParts, Translated, translate
+from gateway.translate import Headers, RequestParts, Translated, size_of, translate
 from gateway.verdicts import Answer, Collect, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
 from policy.decision import DEFAULT, AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
@@ -91,6 +91,7 @@ class _Repeated:
         of_plans: the same without an order, with a hash that is computed once.
         missed: the substitutions whose placeholder is absent.
         path: for records.
+        size: the bytes of head and body as received; None: not known before the body has passed.
         head: the head to send, without a signature, with what it was made of: the composed request, and whether the
             response is searched, and is a whole document.
     """
@@ -104,6 +105,7 @@ class _Repeated:
     missed: tuple[SubstitutionPlan, ...]
     secrets: frozenset[str]
     path: str
+    size: int | None
     records: "_Records"
     head: tuple[Composed, tuple[bool, bool], ForwardHead] | None = None
 
@@ -505,6 +507,7 @@ class Exchange:
             tuple(plan for plan in allowed.substitutions if plan not in found),
             frozenset(plan.secret for plan in plans),
             facts.path[:MAX_RECORDED_PATH],
+            size_of(pending.parts, body, websocket=translated.websocket) if plans else None,
             self._records(pending.guarded, plans),
         )
         if body is None:
@@ -583,7 +586,7 @@ class Exchange:
             before: Injected = last[1] if same and last is not None else ()
             for place, plan in enumerate(repeated.plans):
                 asked = plan.secret
-                value = leased.get(asked) or await effects.secrets.lease(plan, facts)
+                value = leased.get(asked) or await effects.secrets.lease(plan, facts, repeated.size)
                 leased[asked] = value
                 if session.over:  # the secret may have been revoked during the wait
                     raise ConnectionAbortedError

@@ -3,8 +3,8 @@
 - A lease is used only while `VaultClient.current` says so, and is asked for again when it is over; nothing is kept
   beyond that. Concurrent requests for one secret share one release, and each is held against the lease's methods and
   paths before it gets the value.
-- A request takes one of the uses that a lease permits. A lease without another use is asked for again. Until its end it
-  still says what to search for.
+- A request takes one of the uses that a lease permits, and its bytes. A lease that has too few is asked for again.
+  Until its end it still says what to search for.
 - A dial goes through the worker's `UpstreamDialler`; its refusals are recorded and become `ConnectionError` with the
   reason, and each address is recorded (`connect`) before it is dialled. A connection ends when policy no longer
   allows its address. What is written to it is counted first: the write that goes beyond the sandbox's bytes ends it
@@ -35,6 +35,7 @@ from policy.injection import SecretPlan
 from policy.logins import LoginPlan
 from policy.sessions import AllowSession, decide_session
 from vault.client import Lease, ReleaseRefusedError, VaultClient
+from vault.conditions import Amount
 from vault.secret import Secret
 from wire import Code
 from wire.api.vaultd import ReleasePurpose
@@ -188,60 +189,61 @@ class LeasedSecrets:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._leases: dict[_Key, Lease] = {}
-        self._uses: dict[_Key, int] = {}
-        """The uses that are left of a lease with a limited number."""
+        self._left: dict[_Key, Amount] = {}
+        """What is left of a limited lease. Bytes that were left of those before it count, too: vaultd gave them."""
         self._sought: dict[_Key, Lease] = {}
         self._absent: dict[_Key, tuple[float, str]] = {}
         self._locks: dict[_Key, asyncio.Lock] = {}
 
-    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
-        """The secret of `plan` for this request, which takes one use of it.
+    async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
+        """The secret of `plan` for this request, which takes one use of it, and `size` bytes.
 
         Raises:
             SecretRefused: it must not go into this request.
             SecretsSuspended: it is frozen, or its backend gives no value now.
             VaultError: it was not released for another reason.
         """
-        return await self._lease((plan.secret, facts.host, facts.port, facts.scheme), facts.method, facts.path)
+        key = (plan.secret, facts.host, facts.port, facts.scheme)
+        return await self._lease(key, facts.method, facts.path, size)
 
     async def login(self, plan: LoginPlan, facts: SessionFacts) -> Secret:
-        """The secret of `plan` for a login. A secret that is limited to methods or paths is refused.
+        """The secret of `plan` for a login. A secret that is limited to methods, paths or bytes is refused.
 
         Raises:
             SecretRefused, SecretsSuspended, VaultError: see `lease`.
         """
-        return await self._lease((plan.secret, facts.host, facts.port, Scheme.POSTGRES), None, None)
+        return await self._lease((plan.secret, facts.host, facts.port, Scheme.POSTGRES), None, None, None)
 
-    async def _lease(self, key: _Key, method: str | None, path: str | None) -> Secret:
-        held = self._usable(key) or await self._renewed(key, method, path)
+    async def _lease(self, key: _Key, method: str | None, path: str | None, size: int | None) -> Secret:
+        held = self._usable(key, size) or await self._renewed(key, method, path, size)
         refusal = held.check(method, path)
         if refusal is not None:
             raise SecretRefused(f"{key[0]}: {refusal.reason}")
-        if key in self._uses:  # without a wait since it was looked at
-            self._uses[key] -= 1
+        if (left := self._left.get(key)) is not None:  # without a wait since it was looked at
+            self._left[key] = left.less(size)
         return held.value
 
-    def _usable(self, key: _Key) -> Lease | None:
+    def _usable(self, key: _Key, size: int | None) -> Lease | None:
         """Return the lease that one more request may use, if there is one."""
-        held = self._leases.get(key)
-        if held is None or not self._state.vault.current(held) or self._uses.get(key, 1) < 1:
+        held, left = self._leases.get(key), self._left.get(key)
+        if held is None or not self._state.vault.current(held) or (left is not None and not left.covers(size)):
             return None
         return held
 
-    async def _renewed(self, key: _Key, method: str | None, path: str | None) -> Lease:
+    async def _renewed(self, key: _Key, method: str | None, path: str | None, size: int | None) -> Lease:
         """Return the lease that another request got meanwhile, or ask for one."""
         async with self._locks.setdefault(key, asyncio.Lock()):
-            held = self._usable(key)
+            held = self._usable(key, size)
             if held is None:
                 vault, former = self._state.vault, self._leases.get(key)
                 if former is not None and not vault.current(former):
                     del self._leases[key]
-                held = await self._release(vault, *key, method=method, path=path)
+                held = await self._release(vault, *key, method=method, path=path, size=size)
                 self._leases[key] = held
                 self._absent.pop(key, None)
-                self._uses.pop(key, None)
-                if held.uses is not None:
-                    self._uses[key] = held.uses
+                before = self._left.pop(key, Amount())
+                if held.permits.limited:
+                    self._left[key] = held.permits.with_bytes(before.sent)
             return held
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
@@ -282,9 +284,12 @@ class LeasedSecrets:
         method: str | None = None,
         path: str | None = None,
         purpose: ReleasePurpose | None = None,
+        size: int | None = None,
     ) -> Lease:
         try:
-            return await vault.release(secret, host, port, scheme.value, method=method, path=path, purpose=purpose)
+            return await vault.release(
+                secret, host, port, scheme.value, method=method, path=path, purpose=purpose, size=size
+            )
         except ReleaseRefusedError as error:
             if error.code in _JUDGED:
                 raise SecretRefused(error.reason) from None
@@ -294,10 +299,9 @@ class LeasedSecrets:
 
     def drop(self, secrets: frozenset[str] | None) -> None:
         """Forget the leases of these secrets, or all."""
-        for kept in (self._leases, self._sought, self._absent):
+        for kept in (self._leases, self._left, self._sought, self._absent):
             for key in [key for key in kept if secrets is None or key[0] in secrets]:
                 del kept[key]
-        self._uses = {key: left for key, left in self._uses.items() if key in self._leases}
 
 
 class DatabaseSessions:

@@ -63,6 +63,7 @@ class RequestParts:
         target: the request target as received (HTTP/1), or `:path` (HTTP/2).
         scheme, authority: the pseudo-headers of HTTP/2; empty for HTTP/1.
         headers: in order, without pseudo-headers.
+        ended: the request ends with its head (HTTP/2). Over HTTP/1 the headers say it.
     """
 
     version: int
@@ -71,6 +72,7 @@ class RequestParts:
     scheme: bytes
     authority: bytes
     headers: Headers
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,25 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
         websocket=websocket,
         expect_continue=expect is not None,
     )
+
+
+def size_of(parts: RequestParts, body: bytes | None, *, websocket: bool) -> int | None:
+    """Return the bytes of a well-formed request: method, target, names and values of headers, and body.
+
+    Args:
+        body: the whole body; None: it is not here yet.
+
+    Returns:
+        None: the head does not say how long the body is. A WebSocket has no length.
+    """
+    head = len(parts.method) + len(parts.target) + sum(len(name) + len(value) for name, value in parts.headers)
+    if body is not None:
+        return head + len(body)
+    named = {name.lower(): value for name, value in parts.headers}
+    if b"content-length" in named and not websocket:
+        return head + int(named[b"content-length"])
+    ends = parts.ended if parts.version == 20 else b"transfer-encoding" not in named
+    return head if ends and not websocket else None
 
 
 def refusal_of_form(request: RequestFacts) -> str | None:

@@ -28,7 +28,7 @@ from vault.grants import Grant, SecretBinding, check, missing
 from vault.limits import ReferenceLimit
 from vault.stores.port import SecretInfo
 from wire import codec
-from wire.api.vaultd import Listed
+from wire.api.vaultd import Listed, Used
 
 _SECONDS = 5.0
 PROBES_SECONDS = 30.0
@@ -48,7 +48,7 @@ class StoredSecrets:
 
     Attributes:
         limits: the limits of references.
-        used: how often limited secrets were used.
+        used: how often limited secrets were used, and in how many bytes.
         unconfigured: what the settings say of a reference.
         probe: what its backend says.
     """
@@ -57,7 +57,7 @@ class StoredSecrets:
     frozen: tuple[Extent, ...] = ()
     unknown: str = ""
     limits: tuple[ReferenceLimit, ...] = ()
-    used: Mapping[str, int] = field(default_factory=dict)
+    used: Mapping[str, Used] = field(default_factory=dict)
     unconfigured: Said = _nothing
     probe: Said = _nothing
 
@@ -85,10 +85,15 @@ class StoredSecrets:
         for binding in bindings:
             if (refused := check(binding, wanted, datetime.now(UTC))) is not None:
                 return f"{refused.reason}{source}"
-            if binding.limits.uses is not None and self.used.get(wanted.secret, 0) >= binding.limits.uses:
+            used = self.used.get(wanted.secret, Used(0, 0))
+            if _reached(used.uses, binding.limits.uses) or _reached(used.sent, binding.limits.sent):
                 return f"the secret was used as often as its limits allow: sallyport vault reset {wanted.secret!r}"
         covered = any(extent.sandbox is None and extent.covers(None, wanted.secret) for extent in self.frozen)
         return "the secret is frozen: sallyport vault unfreeze" if covered else ""
+
+
+def _reached(number: int, most: int | None) -> bool:
+    return most is not None and number >= most
 
 
 def _only_for(bindings: list[SecretBinding]) -> str:

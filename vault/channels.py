@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import wire
 from audit.client import AuditUnavailable
 from policy.references import is_reference
+from vault.conditions import Amount
 from vault.custody import Consent, Custody, CustodyError
 from vault.freeze import Extent
 from vault.grants import Grant, GrantError, Refusal
@@ -250,7 +251,8 @@ class Channels:
         if not channel.releases.take(self._now()):
             self._audit.note("secret.release", "deny", **_owner_fields(channel), **about, code=wire.Code.RATE_LIMITED)
             raise wire.RequestError(wire.Code.RATE_LIMITED, "too many releases")
-        decision = self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub)
+        size = request.size
+        decision = self._custody.decide(channel.sandbox, wanted, method, path, size=size, scrub=scrub)
         if isinstance(decision, Consent):
             try:
                 await self._sources.obtain(channel.sandbox, wanted.secret)
@@ -267,15 +269,13 @@ class Channels:
                 )
         # Nothing below may await: see the module docstring.
         refused: Refusal | None = None
-        match self._custody.decide(channel.sandbox, wanted, method, path, scrub=scrub):
+        match self._custody.decide(channel.sandbox, wanted, method, path, size=size, scrub=scrub):
             case Refusal() as refusal:
                 refused = refusal
             case Consent() as consent if self._channels.get(channel.sandbox) is channel:
-                uses: int | None = None
                 try:
                     current = self._sources.current(channel.sandbox, wanted)
-                    if not scrub:
-                        uses = self._custody.take(channel.sandbox, wanted)
+                    permitted = Amount() if scrub else self._custody.take(channel.sandbox, wanted, size)
                 except StoreError as error:
                     refused = _no_value(wanted.secret, error)
                 except OSError as error:
@@ -284,7 +284,8 @@ class Channels:
                     seconds = math.floor(max(0.0, min(seconds, consent.lease.total_seconds(), current.seconds)))
                     channel.leases.add(wanted.secret)
                     former = tuple(Value(one.reveal()) for one in current.former)
-                    return Released(Value(current.value.reveal()), former, seconds, consent.scope.form, uses)
+                    value, scope = Value(current.value.reveal()), consent.scope.form
+                    return Released(value, former, seconds, scope, permitted.uses, permitted.sent)
             case Consent():
                 refused = Refusal(wire.Code.STALE_GENERATION, "this channel has been replaced")
         self._audit.note(

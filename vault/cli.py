@@ -36,7 +36,7 @@ from vault.secret import MAX_SECRET_BYTES, Secret
 from vault.stores.port import SecretInfo, stored_problem
 from vault.wrapping.asking import Wrapping
 from vault.wrapping.sources import KeySource
-from wire.api.vaultd import LimitForm, Listed, Revoked
+from wire.api.vaultd import LimitForm, Listed, Revoked, Used
 
 _FOR_ROOT = "the vault answers root only: run this command as root"
 
@@ -160,6 +160,8 @@ def add_commands(top: argparse.ArgumentParser, parents: Sequence[argparse.Argume
         placed.add_argument("--image", action="append", help="only for sandboxes from this image (name or id)")
         placed.add_argument("--max-uses", type=int, help="requests with it, in all; each reference is counted alone")
         placed.add_argument("--max-uses-per-sandbox", type=int, help="requests with it by each sandbox")
+        placed.add_argument("--max-bytes", type=int, help="bytes of the requests with it, in all: heads and bodies")
+        placed.add_argument("--max-bytes-per-sandbox", type=int, help="bytes of the requests with it by each sandbox")
     put.add_argument("--method", action="append", help="default any; may be repeated")
     put.add_argument("--path", action="append", help="exact, or a prefix and *; default any; may be repeated")
 
@@ -268,7 +270,8 @@ def _limit(options: argparse.Namespace) -> ReferenceLimit:
 
 def _conditions(options: argparse.Namespace) -> tuple[Selectors, UseLimits]:
     selectors = Selectors.make(dict(map(_pair, options.metadata or ())), options.image or ())
-    return selectors, UseLimits(options.max_uses, options.max_uses_per_sandbox)
+    limits = UseLimits(options.max_uses, options.max_uses_per_sandbox, options.max_bytes, options.max_bytes_per_sandbox)
+    return selectors, limits
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -301,7 +304,7 @@ def _listed(listed: Listed, as_json: bool) -> str:
             [
                 {
                     **info.to_json(),
-                    **({"used": listed.used[info.name]} if info.name in listed.used else {}),
+                    **_counts(info, listed.used.get(info.name)),
                     **({"frozen": True} if everything & {None, info.name} else {}),
                 }
                 for info in secrets
@@ -309,7 +312,9 @@ def _listed(listed: Listed, as_json: bool) -> str:
             indent=2,
         )
     lines = [_line(info, listed.used.get(info.name)) for info in secrets]
-    counted = [f"{name}  used {used}" for name, used in listed.used.items() if is_reference(name)]
+    counted = [
+        f"{name}  used {used.uses}; sent {used.sent} bytes" for name, used in listed.used.items() if is_reference(name)
+    ]
     return "\n".join([*frozen, *lines, *map(_limit_line, listed.limits), *counted])
 
 
@@ -319,9 +324,23 @@ def _limit_line(form: LimitForm) -> str:
     said = [f"{what} {each}" for what, found in places for each in sorted(map(str, found or ()))]
     said += [] if limit.expires is None else [f"expires {form.expires}"]
     said += _sandboxes(limit.selectors)
-    said += [] if limit.limits.uses is None else [f"at most {limit.limits.uses} uses"]
-    said += [] if limit.limits.sandbox_uses is None else [f"at most {limit.limits.sandbox_uses} by each sandbox"]
-    return f"LIMIT {limit.pattern}  {'; '.join(said)}"
+    most = limit.limits
+    said += [] if most.uses is None else [f"at most {most.uses} uses"]
+    said += [] if most.sent is None else [f"at most {most.sent} bytes"]
+    return f"LIMIT {limit.pattern}  {'; '.join([*said, *_by_each(most)])}"
+
+
+def _by_each(most: UseLimits) -> list[str]:
+    said = [] if most.sandbox_uses is None else [f"at most {most.sandbox_uses} uses by each sandbox"]
+    return said if most.sandbox_sent is None else [*said, f"at most {most.sandbox_sent} bytes by each sandbox"]
+
+
+def _counts(info: SecretInfo, used: Used | None) -> dict[str, int]:
+    """Return the numbers that are counted of a stored secret."""
+    if used is None:
+        return {}
+    limits = info.binding.limits
+    return {**({"used": used.uses} if limits.of_uses else {}), **({"sent": used.sent} if limits.of_bytes else {})}
 
 
 def _sandboxes(selectors: Selectors) -> list[str]:
@@ -329,17 +348,17 @@ def _sandboxes(selectors: Selectors) -> list[str]:
     return metadata + [f"image {image}" for image in sorted(selectors.images)]
 
 
-def _line(info: SecretInfo, used: int | None) -> str:
+def _line(info: SecretInfo, used: Used | None) -> str:
     item = info.to_json()
     where = ", ".join(f"{host}:{'/'.join(map(str, item['ports']))}" for host in item["hosts"])
     limits = [f"{key} {' '.join(item[key])}" for key in ("schemes", "methods", "paths") if item[key]]
     if item["expires"]:
         limits.append(f"expires {item['expires']}")
     limits += _sandboxes(info.binding.selectors)
-    if used is not None:
-        most = info.binding.limits
-        limits.append(f"used {used} of {most.uses or 'any number'}")
-        limits += [] if most.sandbox_uses is None else [f"at most {most.sandbox_uses} by each sandbox"]
+    most, counts = info.binding.limits, _counts(info, used)
+    limits += [f"used {counts['used']} of {most.uses or 'any number'}"] if "used" in counts else []
+    limits += [f"sent {counts['sent']} of {most.sent or 'any number of'} bytes"] if "sent" in counts else []
+    limits += _by_each(most)
     return f"{item['name']}  v{item['version']}  {where}  {'; '.join(limits)}"
 
 

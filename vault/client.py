@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import wire
+from vault.conditions import Amount
 from vault.grants import Grant, GrantError, Refusal, RequestScope, SecretBinding
 from vault.limits import ReferenceLimit
 from vault.secret import Secret
@@ -64,8 +65,8 @@ class Lease:
     scope: RequestScope
     epoch: int = field(repr=False, default=0)
     former: tuple[Secret, ...] = ()
-    uses: int | None = None
-    """How many requests may carry the secret under this lease; None: any number. The holder counts."""
+    permits: Amount = field(default_factory=Amount)
+    """How many requests may carry the secret under this lease, and how many bytes they may have. The holder counts."""
 
     def check(self, method: str | None, path: str | None) -> Refusal | None:
         """Say why the secret must not go into this request, None if it may; `path` is raw and without its query.
@@ -132,10 +133,12 @@ class VaultClient:
         method: str | None = None,
         path: str | None = None,
         purpose: ReleasePurpose | None = None,
+        size: int | None = None,
     ) -> Lease:
         """Have a secret released for one destination; on return its release is on disk in the audit log.
 
         Args:
+            size: the bytes of the request it is for; None: unknown.
             method, path: the request it is for. A secret that its owner bound to methods or paths is released only
                 when they are given and match; `Lease.check` must then be asked again for each further request.
             purpose: what it is released for, if not for a request.
@@ -146,7 +149,7 @@ class VaultClient:
         for _ in range(3):
             epoch = self._epoch(secret)
             asked = time.monotonic()
-            released = await self._ask(vaultd.Release(secret, host, port, scheme, method, path, purpose))
+            released = await self._ask(vaultd.Release(secret, host, port, scheme, method, path, purpose, size))
             if epoch != self._epoch(secret):
                 continue  # revoked while the answer was under way: this value may be the old one
             try:
@@ -155,7 +158,8 @@ class VaultClient:
                 raise VaultUnavailableError("vaultd answered with a scope that cannot be") from None
             former = tuple(Secret(value.text) for value in released.former)
             expires = asked + released.lease_seconds
-            return Lease(secret, Secret(released.value.text), expires, scope, epoch, former, released.uses)
+            permits = Amount(released.uses, released.sent)
+            return Lease(secret, Secret(released.value.text), expires, scope, epoch, former, permits)
         raise VaultUnavailableError("the secret kept changing while it was released")
 
     def current(self, lease: Lease) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 from policy.references import is_reference
 from vault.authority import ANY, AuthorityError, Issued, Root
 from vault.budgets import Budgets
-from vault.conditions import UNLIMITED, UseLimits
+from vault.conditions import UNLIMITED, Amount, UseLimits
 from vault.freeze import Freezes
 from vault.grants import (
     MAX_GRANTS,
@@ -336,11 +336,19 @@ class Custody:
             self._write(replace(state, generation=generation, images=known))
 
     def decide(
-        self, sandbox: str, wanted: Grant, method: str | None, path: str | None, *, scrub: bool = False
+        self,
+        sandbox: str,
+        wanted: Grant,
+        method: str | None,
+        path: str | None,
+        *,
+        size: int | None = None,
+        scrub: bool = False,
     ) -> Consent | Refusal:
         """Decide whether a secret may go to a sandbox's worker for this destination (and request, if that matters).
 
         Args:
+            size: the bytes of the request; None: unknown.
             scrub: the value is only for the search in responses of that destination, for any request. A host can send
                 back a secret that has expired. It is looked for as long as one that was replaced.
         """
@@ -367,24 +375,24 @@ class Custody:
                 return Refusal(refusal.code, f"{wanted.secret}: {refusal.reason}")
             if not scrub and binding.expires is not None:
                 lease = min(lease, binding.expires - now)
-        if not scrub and self.budgets.left(wanted.secret, sandbox, _limits(found)) == 0:
-            return Refusal(Code.EXHAUSTED, f"the secret {wanted.secret} was used as often as its limits allow")
+        if not scrub and (spent := self.budgets.refusal(wanted.secret, sandbox, _limits(found), size)) is not None:
+            return Refusal(Code.EXHAUSTED, f"{wanted.secret}: {spent}")
         scope = RequestScope() if is_reference(wanted.secret) else found[0].scope  # a limit has no scope
         return Consent(lease, scope)
 
-    def take(self, sandbox: str, wanted: Grant) -> int | None:
-        """Count the uses of a lease directly after the consent of `decide`; return their number, None for any number.
+    def take(self, sandbox: str, wanted: Grant, size: int | None) -> Amount:
+        """Count a lease for a request of `size` bytes directly after the consent of `decide`; return what it permits.
 
         Raises:
             StoreError: the secret is unknown or damaged.
-            OSError: they could not be counted; nothing was taken.
+            OSError: it could not be counted; nothing was taken.
         """
         if wanted.secret in self._get(sandbox).inline:
-            return None
+            return Amount()
         found = self._bindings(wanted, self._get(sandbox).grants)
         if isinstance(found, Refusal):
             raise UnknownSecretError(found.reason)
-        return self.budgets.take(wanted.secret, sandbox, _limits(found))
+        return self.budgets.take(wanted.secret, sandbox, _limits(found), size)
 
     def _bindings(self, wanted: Grant, grants: frozenset[Grant]) -> tuple[SecretBinding, ...] | Refusal:
         """Return what all must permit the use of a stored secret, or of a reference."""
@@ -555,7 +563,7 @@ class Custody:
 
 
 def _limits(bindings: Iterable[SecretBinding]) -> UseLimits:
-    """Return the numbers of uses that all bindings permit."""
+    """Return the numbers of uses and bytes that all bindings permit."""
     limits = UNLIMITED
     for binding in bindings:
         limits = limits.both(binding.limits)

@@ -79,7 +79,7 @@ class ReferenceLimit:
             GrantError: some part of it cannot be, or it limits nothing.
         """
         if (hosts, ports, schemes, expires, selectors, limits) == (None, None, None, None, ANY_SANDBOX, UNLIMITED):
-            raise GrantError("a limit needs at least one of host, port, scheme, expiry, metadata, image and uses")
+            raise GrantError("a limit needs at least one of host, port, scheme, expiry, metadata, image, uses, bytes")
         read = SecretBinding.make(
             (_NOWHERE,) if hosts is None else hosts,
             (443,) if ports is None else ports,

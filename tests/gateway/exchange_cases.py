@@ -63,6 +63,8 @@ class Ports(PlainForms):
     leased_paths: tuple[str, ...] = ("/v1",)
     """The paths that a lease may be asked for: those that the client sent."""
     steps: list[str] = field(default_factory=list)
+    sizes: list[int | None] = field(default_factory=list)
+    """The bytes of the requests that leases were asked for."""
     records: list[tuple[str, str, dict[str, object]]] = field(default_factory=list)
     on_step: Callable[[int, str], None] = lambda _number, _step: None
     """Called with the number and name of each step, before it ends. It may raise."""
@@ -89,9 +91,10 @@ class Ports(PlainForms):
         self._step("count")
         return self.over
 
-    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
         assert plan in [use.plan for use in self.uses] or plan == PLAN
         assert facts.path in self.leased_paths
+        self.sizes.append(size)
         self._step("lease")
         if self.refused is not None:
             raise SecretRefused(self.refused)

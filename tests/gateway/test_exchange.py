@@ -563,7 +563,7 @@ def test_the_same_value_is_put_where_the_decision_in_force_wants_it() -> None:
     class Kept(Ports):
         value = Secret(SECRET)
 
-        async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+        async def lease(self, plan: SecretPlan, facts: RequestFacts, _size: int | None) -> Secret:
             return self.value
 
     ports = Kept(uses=(USE, replace(USE, plan=replace(PLAN, name="X-Other"))))
@@ -580,9 +580,9 @@ def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent()
     other = replace(PLAN, binding="more", name="X-More")
 
     class Counted(Ports):
-        async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+        async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
             assert plan in (PLAN, other)
-            return await super().lease(PLAN, facts)
+            return await super().lease(PLAN, facts, size)
 
     ports = Counted(AllowRequest("r", (PLAN, other)), (USE, replace(USE, plan=other)))
     session = session_of(ports)
@@ -591,6 +591,33 @@ def test_a_request_takes_one_use_of_a_secret_in_however_many_places_it_is_sent()
         assert isinstance(verdict, Forward)
         assert 2 == [value for _, value in verdict.head.headers].count(SECRET.encode())
         assert (number, 2 * number) == (ports.steps.count("lease"), ports.steps.count("secret.use allow"))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_lease_is_asked_for_with_the_bytes_of_its_request(same: bool) -> None:
+    """Those that the sandbox sent, of each request of a flow alone. A WebSocket has no number of bytes."""
+    host = (b"Host", HOST.encode())
+    heads: tuple[Headers, ...] = ((host,), (host, (b"Content-Length", b"7")), (host, *HANDSHAKE), (host,))
+    ports, head = Ports(), len(b"GET/v1Host" + HOST.encode())
+    session = session_of(ports)
+    for number, headers in enumerate(heads):
+        parts = PARTS if same and headers == PARTS.headers else replace(PARTS, headers=headers)
+        verdict = ended(Exchange(session, f"q{number}").request(parts, DESTINATION, no_connection))
+        assert isinstance(verdict, Forward)
+    assert [head, head + len("Content-Length7") + 7, None, head] == ports.sizes
+
+
+def test_a_collected_body_has_a_length_that_nothing_announced() -> None:
+    """It counts as it came, before a secret is put into it."""
+    plan = SubstitutionPlan("api", "api-token", "__TOKEN__", (Surface.BODY,))
+    ports = Ports(AllowRequest("r", (), None, (plan,)), uses=(replace(USE, plan=plan),))
+    headers = ((b"Host", HOST.encode()), (b"Content-Type", b"application/json"), (b"Transfer-Encoding", b"chunked"))
+    exchange, body = Exchange(session_of(ports), "q1"), b'{"key": "__TOKEN__"}'
+    parts = RequestParts(11, b"POST", b"/v1", b"", b"", headers)
+    assert isinstance(ended(exchange.request(parts, DESTINATION, no_connection)), Collect)
+    assert not isinstance(ended(exchange.request_whole(body)), Answer)
+    head = sum(map(len, (b"POST/v1", *(each for field in headers for each in field))))
+    assert [head + len(body)] == ports.sizes
 
 
 def test_a_repeated_request_asks_for_a_searchable_document_as_soon_as_the_host_can_be_sent_a_secret() -> None:

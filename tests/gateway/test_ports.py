@@ -66,6 +66,7 @@ class Far:
     former: tuple[str, ...] = ()
     lease_seconds: int = 300
     uses: int | None = None
+    sent: int | None = None
     asked: list[Release] = field(default_factory=list)
     channel: wire.Client | None = None
 
@@ -75,8 +76,8 @@ class Far:
         if self.refusal is not None:
             raise self.refusal
         former = tuple(map(Value, self.former))
-        uses = None if request.purpose else self.uses
-        return Released(Value(f"value {len(self.asked)}"), former, self.lease_seconds, self.scope, uses)
+        uses, sent = (None, None) if request.purpose else (self.uses, self.sent)
+        return Released(Value(f"value {len(self.asked)}"), former, self.lease_seconds, self.scope, uses, sent)
 
 
 @pytest.fixture
@@ -97,9 +98,9 @@ async def secrets(far: Far) -> AsyncIterator[LeasedSecrets]:
 async def test_a_release_is_asked_for_with_the_request_and_serves_the_next_ones(
     far: Far, secrets: LeasedSecrets
 ) -> None:
-    assert Secret("value 1") == await secrets.lease(PLAN, request("POST", "/v1/x"))
-    assert Secret("value 1") == await secrets.lease(PLAN, request("GET", "/other"))
-    assert [Release("token", "good.test", 443, "https", "POST", "/v1/x")] == far.asked
+    assert Secret("value 1") == await secrets.lease(PLAN, request("POST", "/v1/x"), 100)
+    assert Secret("value 1") == await secrets.lease(PLAN, request("GET", "/other"), 100)
+    assert [Release("token", "good.test", 443, "https", "POST", "/v1/x", None, 100)] == far.asked
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,11 @@ async def test_a_lease_at_hand_is_refused_to_a_request_outside_its_scope(
     far: Far, secrets: LeasedSecrets, outside: RequestFacts, reason: str
 ) -> None:
     far.scope = Scope(("GET",), ("/v1/*",))
-    await secrets.lease(PLAN, request())
+    await secrets.lease(PLAN, request(), 100)
     with pytest.raises(SecretRefused) as caught:
-        await secrets.lease(PLAN, outside)
+        await secrets.lease(PLAN, outside, 100)
     assert f"{PLAN.secret}: {reason}" == caught.value.reason
-    assert Secret("value 1") == await secrets.lease(PLAN, request(path="/v1/y"))
+    assert Secret("value 1") == await secrets.lease(PLAN, request(path="/v1/y"), 100)
     assert 1 == len(far.asked)
 
 
@@ -127,7 +128,7 @@ async def test_a_value_that_came_with_another_scope_than_was_asked_for_is_not_us
 ) -> None:
     far.scope = Scope(("PUT",))
     with pytest.raises(SecretRefused):
-        await secrets.lease(PLAN, request())
+        await secrets.lease(PLAN, request(), 100)
 
 
 UNUSUAL = replace(request(), port=8443)
@@ -141,16 +142,16 @@ UNUSUAL = replace(request(), port=8443)
 )
 async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, other: RequestFacts) -> None:
     """Another destination needs its own release, for requests and for the search of responses."""
-    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL, 100)
     far.refusal = wire.RequestError(wire.Code.NOT_BOUND, "the secret is not bound to this destination")
     with pytest.raises(SecretRefused):
-        await secrets.lease(PLAN, other)
+        await secrets.lease(PLAN, other, 100)
     use = SecretAt(PLAN, other.host, Endpoint(other.port, other.scheme))
     with pytest.raises(SecretRefused):
         await secrets.searched(use)
     far.refusal = None
-    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
-    assert Secret("value 4") == await secrets.lease(PLAN, other)
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL, 100)
+    assert Secret("value 4") == await secrets.lease(PLAN, other, 100)
     assert (Secret("value 4"),) == await secrets.searched(use)
     assert [(asked.host, asked.port, asked.scheme) for asked in far.asked] == [
         (each.host, each.port, each.scheme.value) for each in (UNUSUAL, other, other, other)
@@ -159,7 +160,7 @@ async def test_a_lease_is_for_one_destination(far: Far, secrets: LeasedSecrets, 
 
 async def test_a_login_has_a_release_of_its_own_and_no_method(far: Far, secrets: LeasedSecrets) -> None:
     plan, session = LoginPlan("p/db", "token"), SessionFacts("good.test", 8443, "ledger")
-    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL)
+    assert Secret("value 1") == await secrets.lease(PLAN, UNUSUAL, 100)
     assert Secret("value 2") == await secrets.login(plan, session)
     assert Secret("value 2") == await secrets.login(plan, session)
     asked = far.asked[-1]
@@ -177,8 +178,8 @@ async def test_a_login_has_a_release_of_its_own_and_no_method(far: Far, secrets:
 
 
 async def test_a_lease_is_for_one_secret(far: Far, secrets: LeasedSecrets) -> None:
-    assert Secret("value 1") == await secrets.lease(PLAN, request())
-    assert Secret("value 2") == await secrets.lease(replace(PLAN, secret="other"), request())
+    assert Secret("value 1") == await secrets.lease(PLAN, request(), 100)
+    assert Secret("value 2") == await secrets.lease(replace(PLAN, secret="other"), request(), 100)
     assert ["token", "other"] == [asked.secret for asked in far.asked]
 
 
@@ -186,7 +187,7 @@ async def test_a_lease_is_for_one_secret(far: Far, secrets: LeasedSecrets) -> No
 async def test_what_is_dropped_is_asked_for_again(
     far: Far, secrets: LeasedSecrets, dropped: frozenset[str] | None
 ) -> None:
-    await secrets.lease(PLAN, request())
+    await secrets.lease(PLAN, request(), 100)
     await secrets.searched(replace(USE, host="other.test"))
     far.refusal = wire.RequestError(wire.Code.NOT_GRANTED, "a sentence")
     absent = replace(USE, host="absent.test")
@@ -195,7 +196,7 @@ async def test_what_is_dropped_is_asked_for_again(
     far.refusal = None
     secrets.drop(dropped)
     kept = dropped == frozenset({"other"})
-    assert Secret("value 1" if kept else "value 4") == await secrets.lease(PLAN, request())
+    assert Secret("value 1" if kept else "value 4") == await secrets.lease(PLAN, request(), 100)
     assert (Secret("value 2" if kept else "value 5"),) == await secrets.searched(replace(USE, host="other.test"))
     if kept:
         with pytest.raises(SecretRefused):
@@ -206,16 +207,16 @@ async def test_what_is_dropped_is_asked_for_again(
 
 async def test_a_lease_ends_with_its_time_and_with_its_channel(far: Far, secrets: LeasedSecrets) -> None:
     far.lease_seconds = 0
-    assert Secret("value 1") == await secrets.lease(PLAN, request())
+    assert Secret("value 1") == await secrets.lease(PLAN, request(), 100)
     far.lease_seconds = 300
-    assert Secret("value 2") == await secrets.lease(PLAN, request())
-    assert Secret("value 2") == await secrets.lease(PLAN, request())
+    assert Secret("value 2") == await secrets.lease(PLAN, request(), 100)
+    assert Secret("value 2") == await secrets.lease(PLAN, request(), 100)
     assert far.channel is not None
     await far.channel.close()
     async with asyncio.timeout(10):
         await secrets._state.vault.closed.wait()
     with pytest.raises(VaultUnavailableError):
-        await secrets.lease(PLAN, request())
+        await secrets.lease(PLAN, request(), 100)
 
 
 async def test_concurrent_requests_share_one_release_and_each_is_held_against_its_scope(
@@ -223,24 +224,25 @@ async def test_concurrent_requests_share_one_release_and_each_is_held_against_it
 ) -> None:
     far.scope = Scope(("GET",))
     asked = [request(), request("POST"), request(path="/other")]
-    first, second, third = await asyncio.gather(*(secrets.lease(PLAN, one) for one in asked), return_exceptions=True)
+    leases = (secrets.lease(PLAN, one, 100) for one in asked)
+    first, second, third = await asyncio.gather(*leases, return_exceptions=True)
     assert (Secret("value 1"), Secret("value 1"), 1) == (first, third, len(far.asked))
     assert isinstance(second, SecretRefused)
 
 
 async def test_after_a_revocation_the_lease_is_asked_for_again(far: Far, secrets: LeasedSecrets) -> None:
-    await secrets.lease(PLAN, request())
+    await secrets.lease(PLAN, request(), 100)
     assert far.channel is not None
     await far.channel.notify("revoke", secrets=["token"])
     await far.channel.ask(Revoke(()))  # its answer follows the notification
-    assert Secret("value 2") == await secrets.lease(PLAN, request())
+    assert Secret("value 2") == await secrets.lease(PLAN, request(), 100)
 
 
 @pytest.mark.parametrize("code", ["not_bound", "not_granted", "expired", "exhausted", "unknown_secret", "forbidden"])
 async def test_what_vaultd_judged_is_a_refusal_with_its_reason(far: Far, secrets: LeasedSecrets, code: str) -> None:
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(SecretRefused) as caught:
-        await secrets.lease(PLAN, request())
+        await secrets.lease(PLAN, request(), 100)
     assert "a sentence" == caught.value.reason
 
 
@@ -248,7 +250,7 @@ async def test_what_vaultd_judged_is_a_refusal_with_its_reason(far: Far, secrets
 async def test_what_vaultd_could_not_do_is_a_failure(far: Far, secrets: LeasedSecrets, code: str) -> None:
     far.refusal = wire.RequestError(code, "a sentence")
     with pytest.raises(ReleaseRefusedError):
-        await secrets.lease(PLAN, request())
+        await secrets.lease(PLAN, request(), 100)
 
 
 @pytest.mark.parametrize("code", [wire.Code.FROZEN, wire.Code.BACKEND])
@@ -260,10 +262,10 @@ async def test_a_suspended_secret_is_unknown_and_not_absent(
     far.refusal = wire.RequestError(code, "a sentence")
     for _ in range(2):
         with pytest.raises(SecretsSuspended) as caught:
-            await (secrets.lease(PLAN, request()) if purpose == "lease" else secrets.searched(USE))
+            await (secrets.lease(PLAN, request(), 100) if purpose == "lease" else secrets.searched(USE))
         assert "a sentence" == caught.value.reason
     far.refusal = None
-    assert Secret("value 3") == await secrets.lease(PLAN, request())
+    assert Secret("value 3") == await secrets.lease(PLAN, request(), 100)
 
 
 @pytest.mark.parametrize("uses", [1, 3])
@@ -271,23 +273,67 @@ async def test_a_lease_serves_as_many_requests_as_it_permits(far: Far, secrets: 
     """Requests at once take different uses; a request outside of the scope takes none, a search neither."""
     far.uses, far.scope = uses, Scope(("GET",))
     with pytest.raises(SecretRefused):
-        await secrets.lease(PLAN, request("PUT"))
-    values = await asyncio.gather(*(secrets.lease(PLAN, request()) for _ in range(6)))
+        await secrets.lease(PLAN, request("PUT"), 100)
+    values = await asyncio.gather(*(secrets.lease(PLAN, request(), 100) for _ in range(6)))
     assert 6 // uses == len(far.asked)
     assert sorted(f"value {number // uses + 1}" for number in range(6)) == sorted(one.reveal() for one in values)
     assert (values[-1],) == await secrets.searched(USE)
     far.refusal = wire.RequestError(wire.Code.EXHAUSTED, "a sentence")
     with pytest.raises(SecretRefused):
-        await secrets.lease(PLAN, request())
+        await secrets.lease(PLAN, request(), 100)
     assert (values[-1],) == await secrets.searched(USE)  # what was sent may still come back
     assert 6 // uses + 1 == len(far.asked)
 
 
+async def test_requests_take_their_bytes_of_a_lease_and_what_is_left_is_added_to_the_next(
+    far: Far, secrets: LeasedSecrets
+) -> None:
+    """So what vaultd counted is not lost with each request that is larger than what is left."""
+    far.sent = 100
+    for size, asked in ((40, 1), (50, 1), (11, 2), (99, 2), (101, 3), (None, 4)):
+        await secrets.lease(PLAN, request(), size)
+        assert asked == len(far.asked), size
+    assert [40, 11, 101, None] == [one.size for one in far.asked]
+
+
+async def test_bytes_that_were_left_end_with_the_drop_of_their_secret(far: Far, secrets: LeasedSecrets) -> None:
+    far.sent = 100
+    await secrets.lease(PLAN, request(), 40)
+    secrets.drop(frozenset({PLAN.secret}))
+    await secrets.lease(PLAN, request(), 40)
+    await secrets.lease(PLAN, request(), 61)
+    assert [40, 40, 61] == [one.size for one in far.asked]
+
+
+async def test_requests_at_once_take_different_bytes(far: Far, secrets: LeasedSecrets) -> None:
+    far.sent = 100
+    await asyncio.gather(*(secrets.lease(PLAN, request(), 40) for _ in range(5)))
+    assert 2 == len(far.asked)
+    await secrets.lease(PLAN, request(), 0)
+    assert 2 == len(far.asked)
+    await secrets.lease(PLAN, request(), 1)
+    assert 3 == len(far.asked)
+
+
+async def test_a_request_outside_of_the_scope_takes_no_bytes(far: Far, secrets: LeasedSecrets) -> None:
+    far.sent, far.scope = 100, Scope(("GET",))
+    for _ in range(3):
+        with pytest.raises(SecretRefused):
+            await secrets.lease(PLAN, request("PUT"), 100)
+    await secrets.lease(PLAN, request(), 100)
+    assert 1 == len(far.asked)
+
+
+async def test_a_login_has_no_known_length(far: Far, secrets: LeasedSecrets) -> None:
+    await secrets.login(LoginPlan("p/db", "token"), SessionFacts("good.test", 8443, "ledger"))
+    assert [None] == [one.size for one in far.asked]
+
+
 async def test_a_lease_without_a_limit_after_one_with_a_limit_is_not_counted(far: Far, secrets: LeasedSecrets) -> None:
     far.uses = 1
-    await secrets.lease(PLAN, request())
+    await secrets.lease(PLAN, request(), 100)
     far.uses = None
-    assert 1 == len({(await secrets.lease(PLAN, request())).reveal() for _ in range(3)})
+    assert 1 == len({(await secrets.lease(PLAN, request(), 100)).reveal() for _ in range(3)})
 
 
 async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secrets: LeasedSecrets) -> None:
@@ -299,10 +345,10 @@ async def test_what_is_looked_for_is_released_once_for_no_request(far: Far, secr
     far.former = ("yesterday's value",)
     for _ in range(3):
         assert (Secret("value 1"), Secret("yesterday's value")) == await secrets.searched(USE)
-    assert Secret("value 2") == await secrets.lease(PLAN, request("PUT"))
+    assert Secret("value 2") == await secrets.lease(PLAN, request("PUT"), 100)
     assert (Secret("value 2"), Secret("yesterday's value")) == await secrets.searched(USE)
     where = ("token", "good.test", 443, "https")
-    assert [Release(*where, purpose=ReleasePurpose.SCRUB), Release(*where, "PUT", "/v1/x")] == far.asked
+    assert [Release(*where, purpose=ReleasePurpose.SCRUB), Release(*where, "PUT", "/v1/x", size=100)] == far.asked
 
 
 async def test_what_is_looked_for_is_asked_for_again_after_a_revocation_and_on_a_new_channel(far: Far) -> None:
@@ -330,7 +376,7 @@ async def test_a_secret_the_sandbox_does_not_have_is_not_asked_for_with_each_req
     assert 1 == len(far.asked)
     far.refusal = None
     far.lease_seconds = 0
-    await secrets.lease(PLAN, request())
+    await secrets.lease(PLAN, request(), 100)
     assert (Secret("value 3"),) == await secrets.searched(USE)  # the lease has ended, and the secret exists
 
 

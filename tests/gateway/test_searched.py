@@ -120,7 +120,7 @@ class Vault:
     def request(self) -> Over | None:
         return None
 
-    async def lease(self, _plan: SecretPlan, _facts: RequestFacts) -> Secret:
+    async def lease(self, _plan: SecretPlan, _facts: RequestFacts, _size: int | None) -> Secret:
         raise SecretRefused("not asked here")
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tls.hello import TOKEN, Refused
-from gateway.translate import RequestParts, Translated, refusal_of_form, translate
+from gateway.translate import Headers, RequestParts, Translated, refusal_of_form, size_of, translate
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
 FLOW = FlowFacts("good.test", 443, Scheme.HTTPS)
@@ -502,3 +502,30 @@ def test_the_options_of_a_connection_are_its_own_and_are_read_in_any_case():
     translated = translate(parts, FLOW)
     assert ((b"Accept", b"*/*"), (b"X-Keep", b"1"), (b"X", b"x-keep, close")) == translated.headers
     assert not translated.close
+
+
+_HEAD = len("GET/a%2Fb?x=1HostGood.TestAccept*/*")
+_HEAD_2 = len("GET/aaccept*/*")
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "size"),
+    [
+        (GET, (), _HEAD),
+        (GET, ((b"Content-Length", b"9"),), _HEAD + len("Content-Length9") + 9),
+        (GET, ((b"CONTENT-LENGTH", b"9"),), _HEAD + len("Content-Length9") + 9),
+        (GET, ((b"Transfer-Encoding", b"chunked"),), None),
+        (GET, ((b"TRANSFER-ENCODING", b"chunked"),), None),
+        (replace(GET, version=10), (), _HEAD),
+        (H2, (), None),
+        (replace(H2, ended=True), (), _HEAD_2),
+        (H2, ((b"content-length", b"9"),), _HEAD_2 + len("content-length9") + 9),
+    ],
+)
+def test_the_size_of_a_request_is_that_of_head_and_body(parts: RequestParts, more: Headers, size: int | None) -> None:
+    """It is not known where the head does not say how long the body is, and for a WebSocket."""
+    asked = replace(parts, headers=(*parts.headers, *more))
+    assert size == size_of(asked, None, websocket=False)
+    assert size_of(asked, None, websocket=True) is None
+    head = sum(map(len, (asked.method, asked.target, *(each for field in asked.headers for each in field))))
+    assert head + 5 == size_of(asked, b"whole", websocket=False)

@@ -19,7 +19,7 @@ from vault.freeze import ALL, Extent
 from vault.grants import SecretBinding
 from vault.limits import ReferenceLimit
 from vault.stores.port import SecretInfo
-from wire.api.vaultd import Listed
+from wire.api.vaultd import Listed, Used
 
 NOW = datetime.now(UTC)
 
@@ -144,6 +144,8 @@ REFERENCE = "vault://kv/a#b"
         ("vault://other/*", {"hosts": ["b.test"]}, 0, ""),
         (REFERENCE, {"expires": "2020-01-01T00:00:00Z"}, 0, "the secret has expired: `sallyport vault list`"),
         (REFERENCE, {"limits": UseLimits(3)}, 2, ""),
+        (REFERENCE, {"limits": UseLimits(sent=30)}, 2, ""),
+        (REFERENCE, {"limits": UseLimits(sent=30)}, 3, "used as often as its limits allow: sallyport vault reset"),
         (REFERENCE, {"limits": UseLimits(3)}, 3, "used as often as its limits allow: sallyport vault reset"),
         (
             "*",
@@ -155,7 +157,7 @@ REFERENCE = "vault://kv/a#b"
 )
 def test_what_a_limit_excludes_is_said(pattern: str, parts: dict[str, Any], used: int, remark: str) -> None:
     limits = (ReferenceLimit.make(pattern, **parts),)
-    found = StoredSecrets(STORED, limits=limits, used={REFERENCE: used}).remark(use(REFERENCE))
+    found = StoredSecrets(STORED, limits=limits, used={REFERENCE: Used(used, 10 * used)}).remark(use(REFERENCE))
     assert remark in found if remark else not found
 
 

@@ -26,6 +26,7 @@ from vault.client import AdminClient
 from vault.conditions import Selectors, UseLimits
 from vault.grants import SecretBinding
 from vault.secret import Secret
+from wire.api.vaultd import Used
 
 pytestmark = pytest.mark.system
 
@@ -164,7 +165,35 @@ async def test_a_secret_is_sent_as_often_as_its_limit_says_and_for_the_sandboxes
         assert "3" == said.text.strip()
         sent = [received_field(note, "Authorization") for mark in marks for note in arrived(internet, mark)]
         assert [f"Bearer {value}"] * 7 == sent
-        assert {"counted-token": 7} == (await vault.listed()).used
+        assert {"counted-token": Used(7, 0)} == (await vault.listed()).used
+    finally:
+        await vault.delete("counted-token")
+
+
+@pytest.mark.parametrize("protocol", ["--http1.1", "--http2"])
+async def test_a_secret_is_sent_in_as_many_bytes_as_its_limit_says(
+    stack: Stack, internet: Internet, vault: AdminClient, protocol: str
+) -> None:
+    """Of uploads at once as many arrive as the limit has room for. One of unknown length does not."""
+    value, mark = f"counted-{secrets.token_hex(16)}", secrets.token_hex(8)
+    binding = SecretBinding.make([STATUS], limits=UseLimits(sent=1_000_000))
+    await vault.put("counted-token", Secret(value), binding)
+    url = f"https://{STATUS}/{mark}"
+    try:
+        with sandbox_of(stack, "runc", "counted") as sandbox:
+            curl = f"curl -sS {protocol} -o /tmp/said -w '%{{http_code}} '"
+            said = sandbox.commands.run(
+                f"head -c 300000 /dev/zero >/tmp/up; for n in 1 2 3 4 5; do {curl} -T /tmp/up {url}/up & done; wait"
+            )
+            assert ["200", "200", "200", "403", "403"] == sorted(said.text.split())
+            streamed = sandbox.commands.run(f"echo x | {curl} -T - {url}/streamed; cat /tmp/said")
+            assert "the length of this request is not known: send a Content-Length" in streamed.text
+            assert sandbox.commands.run(f"{curl} {url}/small").text.startswith("200")
+            assert sandbox.commands.run(f"{curl} -T /tmp/up {url}/up").text.startswith("403")
+        sent = [note["target"] for note in arrived(internet, mark) if f"Bearer {value}" in str(note)]
+        assert [f"/{mark}/small", *([f"/{mark}/up"] * 3)] == sorted(sent)
+        used = (await vault.listed()).used["counted-token"]
+        assert (0, True) == (used.uses, 900_000 < used.sent <= 1_000_000)
     finally:
         await vault.delete("counted-token")
 

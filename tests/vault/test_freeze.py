@@ -16,13 +16,14 @@ from tests.vault.requests import ASK, BINDING, CANARY, GRANT, SANDBOX
 from tests.vault.test_channels import opened, refusal
 from vault import channels, freeze
 from vault.client import ReleaseRefusedError
-from vault.conditions import Selectors, UseLimits
+from vault.conditions import Amount, Selectors, UseLimits
 from vault.freeze import ALL, Extent, Freezes, TooManyFreezesError
 from vault.grants import Grant, SecretBinding
 from vault.keyring import Keyring
 from vault.secret import Secret
 from vault.stores.directory import SealedDirectory
 from wire.api import vaultd
+from wire.api.vaultd import Used
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 KEYRING = Keyring(bytes(range(32)))
@@ -253,20 +254,46 @@ async def test_a_limited_secret_is_released_as_often_as_its_limit_says_over_rest
     """Each lease permits one use, counted before the value leaves. A search in responses uses nothing."""
     binding = SecretBinding.make(["api.good.test"], limits=UseLimits(uses=3, sandbox_uses=2))
     worker = await opened(vault, binding)
-    assert 1 == (await worker.release(*ASK)).uses
+    assert 1 == (await worker.release(*ASK)).permits.uses
     await vault.stop()
     await vault.start()
     worker = await vault.worker(SANDBOX, 1)
-    assert (1, None) == ((await worker.release(*ASK)).uses, (await worker.release(*ASK, purpose="scrub")).uses)
+    assert Amount(1) == (await worker.release(*ASK)).permits
+    assert Amount() == (await worker.release(*ASK, purpose="scrub")).permits
     assert "exhausted" == await refusal(worker.release(*ASK))
     assert Secret(CANARY) == (await worker.release(*ASK, purpose="scrub")).value
     await vault.admin.open_sandbox(OTHER, "lin-2", [GRANT])
     other = await vault.worker(OTHER, 1)
-    assert 1 == (await other.release(*ASK)).uses
+    assert 1 == (await other.release(*ASK)).permits.uses
     assert "exhausted" == await refusal(other.release(*ASK))
-    assert {"token": 3} == (await vault.admin.listed()).used
+    assert {"token": Used(3, 0)} == (await vault.admin.listed()).used
     await vault.admin.reset("token")
-    assert 1 == (await other.release(*ASK)).uses
+    assert 1 == (await other.release(*ASK)).permits.uses
+    await worker.close()
+    await other.close()
+
+
+async def test_a_secret_is_released_for_as_many_bytes_as_its_limit_says_over_restarts(vault: Any) -> None:
+    """A request of unknown length is refused. A search in responses needs none, also when all bytes are used up."""
+    binding = SecretBinding.make(["api.good.test"], limits=UseLimits(sent=100, sandbox_sent=70))
+    worker = await opened(vault, binding)
+    assert "exhausted" == await refusal(worker.release(*ASK))
+    assert "exhausted" == await refusal(worker.release(*ASK, size=71))
+    assert Amount(None, 60) == (await worker.release(*ASK, size=60)).permits
+    await vault.stop()
+    await vault.start()
+    worker = await vault.worker(SANDBOX, 1)
+    assert "exhausted" == await refusal(worker.release(*ASK, size=11))
+    assert Amount(None, 10) == (await worker.release(*ASK, size=10)).permits
+    assert Amount() == (await worker.release(*ASK, purpose="scrub")).permits
+    await vault.admin.open_sandbox(OTHER, "lin-2", [GRANT])
+    other = await vault.worker(OTHER, 1)
+    assert "exhausted" == await refusal(other.release(*ASK, size=31))
+    assert Amount(None, 30) == (await other.release(*ASK, size=30)).permits
+    assert {"token": Used(0, 100)} == (await vault.admin.listed()).used
+    assert Secret(CANARY) == (await other.release(*ASK, purpose="scrub")).value
+    await vault.admin.reset("token")
+    assert Amount(None, 70) == (await other.release(*ASK, size=70)).permits
     await worker.close()
     await other.close()
 
@@ -277,7 +304,7 @@ async def test_a_use_that_cannot_be_counted_is_no_release(vault: Any) -> None:
     blocked.mkdir()
     assert "storage" == await refusal(worker.release(*ASK))
     blocked.rmdir()
-    assert 1 == (await worker.release(*ASK)).uses
+    assert 1 == (await worker.release(*ASK)).permits.uses
     await worker.close()
 
 
@@ -287,7 +314,7 @@ async def test_a_new_secret_of_an_old_name_is_counted_from_zero(vault: Any) -> N
     await worker.release(*ASK)
     await vault.admin.delete("token")
     await vault.admin.put("token", Secret(CANARY), binding)
-    assert 1 == (await worker.release(*ASK)).uses
+    assert 1 == (await worker.release(*ASK)).permits.uses
     await worker.close()
 
 

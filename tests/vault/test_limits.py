@@ -15,13 +15,14 @@ from tests.vault.requests import CANARY
 from tests.vault.test_channels import refusal
 from vault import limit_record
 from vault.client import ReleaseRefusedError
-from vault.conditions import UNLIMITED, ConditionError, Selectors, UseLimits
+from vault.conditions import UNLIMITED, Amount, ConditionError, Selectors, UseLimits
 from vault.grants import Grant, GrantError
 from vault.keyring import Keyring
 from vault.limit_record import ReferenceLimits, TooManyLimitsError
 from vault.limits import EVERY, ReferenceLimit, limit_pattern
 from vault.stores.directory import SealedDirectory
 from wire.api import vaultd
+from wire.api.vaultd import Used
 
 NOW = datetime.now(UTC)
 SECOND = "sbx-000000000000000000000002"
@@ -96,7 +97,7 @@ def test_a_limit_says_something_that_a_binding_could_say() -> None:
     with pytest.raises(GrantError):
         ReferenceLimit.make("env://A", expires="2030-01-01T00:00:00")  # without its zone
     full = ReferenceLimit.make(
-        "env://A", ["a.test"], [8443], ["https"], SOON, Selectors.make({"k": "v"}, ["i"]), UseLimits(3, 2)
+        "env://A", ["a.test"], [8443], ["https"], SOON, Selectors.make({"k": "v"}, ["i"]), UseLimits(3, 2, 5, 4)
     )
     assert full == ReferenceLimit.of(full.form)
     broken = vaultd.LimitForm("env://A", None, None, None, None, vaultd.ConditionForm(uses=0))
@@ -106,6 +107,7 @@ def test_a_limit_says_something_that_a_binding_could_say() -> None:
 
 def test_numbers_of_uses_together_are_the_least_of_each() -> None:
     assert UseLimits(2, 3) == UseLimits(2, None).both(UseLimits(5, 3))
+    assert UseLimits(sent=7, sandbox_sent=1) == UseLimits(sent=7).both(UseLimits(sent=9, sandbox_sent=1))
     assert UNLIMITED == UNLIMITED.both(UNLIMITED)
     with pytest.raises(ConditionError):
         UseLimits(0)
@@ -160,8 +162,8 @@ async def opened(world: EnvironmentWorld, **more: Any) -> Any:
     return await world.vault.worker(SANDBOX, 1)
 
 
-def ask(world: EnvironmentWorld, worker: Any, purpose: Any = None) -> Any:
-    return worker.release(world.reference, HOST, 443, "https", method="GET", path="/", purpose=purpose)
+def ask(world: EnvironmentWorld, worker: Any, purpose: Any = None, size: int | None = None) -> Any:
+    return worker.release(world.reference, HOST, 443, "https", method="GET", path="/", purpose=purpose, size=size)
 
 
 @pytest.mark.parametrize(
@@ -236,27 +238,44 @@ async def test_uses_are_counted_for_each_reference_over_patterns_restarts_and_sa
     worker = await opened(world)
     await vault.admin.limit(ReferenceLimit.make("env://*", limits=UseLimits(uses=3)))
     await vault.admin.limit(ReferenceLimit.make(world.reference, limits=UseLimits(sandbox_uses=2)))
-    assert 1 == (await ask(world, worker)).uses
+    assert 1 == (await ask(world, worker)).permits.uses
     await worker.close()
     await vault.stop()
     await vault.start()
     await world.refer(world.reference)
     worker = await vault.worker(SANDBOX, 2)
-    assert (1, None) == ((await ask(world, worker)).uses, (await ask(world, worker, "scrub")).uses)
+    assert (1, None) == ((await ask(world, worker)).permits.uses, (await ask(world, worker, "scrub")).permits.uses)
     assert "exhausted" == await refusal(ask(world, worker))
     await vault.admin.open_sandbox(SECOND, "lin-2", [grant(world.reference, HOST)])
     other = await vault.worker(SECOND, 1)
-    assert 1 == (await ask(world, other)).uses
+    assert 1 == (await ask(world, other)).permits.uses
     assert "exhausted" == await refusal(ask(world, other))
-    assert {world.reference: 3} == (await vault.admin.listed()).used
+    assert {world.reference: Used(3, 0)} == (await vault.admin.listed()).used
     await vault.admin.unlimit("env://*")
-    assert 1 == (await ask(world, other)).uses  # its own limit is left
+    assert 1 == (await ask(world, other)).permits.uses  # its own limit is left
     await vault.admin.reset(world.reference)
     assert {} == (await vault.admin.listed()).used
-    assert 1 == (await ask(world, worker)).uses
+    assert 1 == (await ask(world, worker)).permits.uses
     assert "unknown_secret" == await refusal(vault.admin.reset("env://NEVER_USED"))
     await worker.close()
     await other.close()
+
+
+async def test_bytes_are_counted_for_each_reference_over_patterns(world: EnvironmentWorld) -> None:
+    vault = world.vault
+    worker = await opened(world)
+    await vault.admin.limit(ReferenceLimit.make("env://*", limits=UseLimits(sent=100)))
+    await vault.admin.limit(ReferenceLimit.make(world.reference, limits=UseLimits(uses=3, sandbox_sent=70)))
+    assert "exhausted" == await refusal(ask(world, worker, size=71))
+    assert Amount(1, 60) == (await ask(world, worker, size=60)).permits
+    assert "exhausted" == await refusal(ask(world, worker, size=11))
+    assert "exhausted" == await refusal(ask(world, worker))
+    assert {world.reference: Used(1, 60)} == (await vault.admin.listed()).used
+    await vault.admin.unlimit(world.reference)
+    assert Amount(None, 40) == (await ask(world, worker, size=40)).permits
+    await vault.admin.unlimit("env://*")
+    assert Amount() == (await ask(world, worker)).permits
+    await worker.close()
 
 
 async def test_a_use_of_a_reference_that_cannot_be_counted_is_no_release(
@@ -268,7 +287,7 @@ async def test_a_use_of_a_reference_that_cannot_be_counted_is_no_release(
     assert "storage" == await refusal(ask(world, worker))
     monkeypatch.undo()
     os.environ["SALLYPORT_TEST_TOKEN"] = CANARY
-    assert 1 == (await ask(world, worker)).uses
+    assert 1 == (await ask(world, worker)).permits.uses
     await worker.close()
 
 

@@ -16,6 +16,7 @@ from tests.client_certificates import DAY, Times, authority, key_pem
 from tests.vault.key_sources import Token
 from vault.cli import VaultPlaces, main
 from vault.client import AdminClient
+from vault.conditions import UseLimits
 from vault.grants import Grant, SecretBinding
 from vault.keyring import Keyring, MasterKeyError, create, next_file, replace, source_of
 from vault.secret import Secret
@@ -24,6 +25,9 @@ from vault.wrapping.asking import Wrapping
 from vault.wrapping.sources import KeySource, WrappingConfig
 
 CANARY = "canary-0c1e99"
+
+
+NUMBERS = ("--max-uses", "9", "--max-uses-per-sandbox", "2", "--max-bytes", "5000", "--max-bytes-per-sandbox", "700")
 
 
 class Console:
@@ -65,6 +69,23 @@ async def test_a_secret_is_stored_listed_rotated_and_deleted(vault: Any, console
     assert 0 == await console.run("delete", "token")
     assert 0 == await console.run("list")
     assert "" == console.printed
+
+
+async def test_the_list_has_the_limits_of_a_secret_and_what_was_used(vault: Any, console: Console) -> None:
+    for name, limits in (("both", NUMBERS), ("sent", NUMBERS[6:]), ("used", NUMBERS[:2])):
+        assert 0 == await console.run("put", name, "--host", "api.good.test", *limits, stdin=b"one-secret")
+    vault.vault.custody.budgets.take("both", "sbx-1", UseLimits(9, 2, 5000, 700), 600)
+    assert 0 == await console.run("list")
+    assert [
+        "used 1 of 9; sent 600 of 5000 bytes; at most 2 uses by each sandbox; at most 700 bytes by each sandbox",
+        "sent 0 of any number of bytes; at most 700 bytes by each sandbox",
+        "used 0 of 9",
+    ] == [line.partition("schemes https; ")[2] for line in console.printed.splitlines()]
+    assert 0 == await console.run("list", "--json")
+    kept = ("max_uses", "max_uses_per_sandbox", "max_bytes", "max_bytes_per_sandbox", "used", "sent")
+    assert [[9, 2, 5000, 700, 1, 600], [None, None, None, 700, None, 0], [9, None, None, None, 0, None]] == [
+        [item.get(key) for key in kept] for item in json.loads(console.printed)
+    ]
 
 
 async def test_the_secret_of_database_sessions_is_bound_to_their_port(vault: Any, console: Console) -> None:
@@ -258,14 +279,14 @@ async def test_a_key_of_systemd_is_made_and_changed_by_systemd(vault: Any, comma
 
 async def test_references_are_limited_with_the_options_of_put(vault: Any, console: Console) -> None:
     limit = ["vault://kv/agents/*", "--host", "API.good.test", "--metadata", "team=a", "--image", "sallyport/base"]
-    assert 0 == await console.run("limit", *limit, "--max-uses", "9", "--max-uses-per-sandbox", "2")
+    assert 0 == await console.run("limit", *limit, *NUMBERS)
     assert console.printed == "vault://kv/agents/* is limited; 0 workers have dropped its leases\n"
     assert 0 == await console.run("limit", "env://TOKEN", "--expires", "2031-01-01T00:00:00Z")
     assert 0 == await console.run("list")
     assert (
         "LIMIT env://TOKEN  expires 2031-01-01T00:00:00+00:00\n"
         "LIMIT vault://kv/agents/*  host api.good.test; metadata team=a; image sallyport/base; at most 9 uses; "
-        "at most 2 by each sandbox\n"
+        "at most 5000 bytes; at most 2 uses by each sandbox; at most 700 bytes by each sandbox\n"
     ) == console.printed
     for wrong in (["vault://kv/agents/*"], ["token", "--max-uses", "1"], ["env://A", "--max-uses", "0"]):
         assert 2 == await console.run("limit", *wrong)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from wire import codec
 from wire.api import auditd, fetcher, hostd, vaultd, worker, zygote
 from wire.errors import RequestError
 
@@ -126,3 +127,21 @@ def test_no_refusal_of_a_message_has_a_secret(given: dict[str, Any]) -> None:
         vaultd.CONTROL.read("rotate", given)
     assert CANARY not in str(refused.value)
     assert CANARY not in repr(refused.value)
+
+
+@pytest.mark.parametrize("uses", [None, 0, 1])
+@pytest.mark.parametrize("sent", [None, 0, 1])
+def test_a_lease_permits_something(uses: int | None, sent: int | None) -> None:
+    if 0 in (uses, sent):
+        with pytest.raises(ValueError):
+            vaultd.Released(VALUE, (), 1, vaultd.Scope(), uses, sent)
+    else:
+        vaultd.Released(VALUE, (), 1, vaultd.Scope(), uses, sent)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "1", 1.5])
+def test_the_size_of_a_request_is_a_number_of_bytes(size: object) -> None:
+    asked = codec.encode(vaultd.Release("a", "a.test", 443, "https"))
+    assert 1 == vaultd.CHANNEL.read("release", {**asked, "size": 1}).size
+    with pytest.raises(RequestError):
+        vaultd.CHANNEL.read("release", {**asked, "size": size})

@@ -54,12 +54,14 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ConditionForm:
-    """Which sandboxes may have a secret, and how often it may be used (`vault.conditions`)."""
+    """Which sandboxes may have a secret, and its limits in uses and in bytes (`vault.conditions`)."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     images: tuple[str, ...] = ()
     uses: int | None = None
     sandbox_uses: int | None = None
+    sent: int | None = None
+    sandbox_sent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,19 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """What all leases of a limited secret have permitted: uses, and bytes of requests."""
+
+    uses: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
 class Listed:
     """All stored secrets, the uses of what is limited, the freezes, and the limits of references."""
 
     secrets: tuple[Metadata, ...]
-    used: Mapping[str, int] = field(default_factory=dict)
+    used: Mapping[str, Used] = field(default_factory=dict)
     frozen: tuple[Frozen, ...] = ()
     limits: tuple[LimitForm, ...] = ()
 
@@ -357,8 +367,9 @@ class ReleasePurpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A secret that the worker may use for `lease_seconds`, within `scope`, in `uses` requests (None: any number).
+    """A secret that the worker may use for `lease_seconds`, within `scope`.
 
+    `uses` is the number of requests that may carry it, `sent` the number of their bytes; None: any number.
     `former` are the values before it that its host may still send back; they are looked for and never sent.
     """
 
@@ -367,17 +378,21 @@ class Released:
     lease_seconds: int
     scope: Scope
     uses: int | None = None
+    sent: int | None = None
 
     def __post_init__(self) -> None:
-        if self.uses is not None and self.uses < 1:
-            raise ValueError("a lease permits at least one use")
+        if min(1 if self.uses is None else self.uses, 1 if self.sent is None else self.sent) < 1:
+            raise ValueError("a lease permits at least one use and one byte")
         if not 0 <= self.lease_seconds <= MOST_LEASE_SECONDS:
             raise ValueError(f"a lease is at most {MOST_LEASE_SECONDS} seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Request[Released]):
-    """Ask for a secret for one destination; `method` and `path` are those of the request it is for."""
+    """Ask for a secret for one destination.
+
+    `method` and `path` are those of the request it is for, `size` is the number of its bytes; None: unknown.
+    """
 
     secret: str
     host: str
@@ -386,10 +401,13 @@ class Release(Request[Released]):
     method: str | None = None
     path: str | None = None
     purpose: ReleasePurpose | None = None
+    size: int | None = None
 
     def __post_init__(self) -> None:
         _bounded(self.method or "", _MOST_HEAD, "a method")
         _bounded(self.path or "", _MOST_HEAD, "a path")
+        if self.size is not None and self.size < 1:
+            raise ValueError("a request has at least one byte")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,7 @@ class Gate:
             scheme=request.data.scheme,
             authority=request.data.authority,
             headers=_fields(request.headers),
+            ended=request.data.timestamp_end is not None,  # see `StrictStream`
         )
         destination = (request.data.host, request.data.port, request.data.scheme)
         verdict = await exchange.request(parts, destination, self._open_route)

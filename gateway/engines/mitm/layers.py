@@ -216,6 +216,11 @@ class StrictStream(mitm_http.HttpStream):
         super().__init__(context, stream_id)
         self._pin = pin
 
+    def state_wait_for_request_headers(self, event: events.Event) -> Commands[None]:
+        if isinstance(event, _events.RequestHeaders) and event.end_stream:
+            event.request.timestamp_end = event.request.timestamp_start  # The hook sees that no body follows.
+        yield from super().state_wait_for_request_headers(event)
+
     def start_request_stream(self) -> Commands[None]:
         if self.flow.response is None:
             yield from super().start_request_stream()

@@ -226,6 +226,7 @@ class Rig:
     broken_lease: bool = False
     over: Over | None = None
     leased: list[RequestFacts] = field(default_factory=list)
+    sizes: list[int | None] = field(default_factory=list)
     refuse_lease: Callable[[RequestFacts], str | None] = lambda _facts: None
 
     def decide_request(self, facts: RequestFacts) -> AllowRequest | Deny:
@@ -241,11 +242,12 @@ class Rig:
     def request(self) -> Over | None:
         return self.over
 
-    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
         if self.broken_lease:
             raise ConnectionError("the vault is gone")
         assert (self.plan, "good.test") == (plan, facts.host)
         self.leased.append(facts)
+        self.sizes.append(size)
         if refused := self.refuse_lease(facts):
             raise SecretRefused(refused)
         return Secret(self.secret)

@@ -62,7 +62,7 @@ class CertificateRig(Rig):
     def secrets_to(self, host: str) -> tuple[SecretAt, ...]:
         return tuple(SecretAt(plan, host, Endpoint(443, Scheme.HTTPS)) for plan in (*PLANS.values(), PLACEHOLDER))
 
-    async def lease(self, plan: SecretPlan, _facts: RequestFacts) -> Secret:
+    async def lease(self, plan: SecretPlan, _facts: RequestFacts, _size: int | None) -> Secret:
         return Secret(self.values[plan.secret])
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:

@@ -63,8 +63,8 @@ class CaseRig(Rig):
     def request(self) -> Over | None:
         return self.ports.request()
 
-    async def lease(self, plan: SecretPlan, facts: RequestFacts) -> Secret:
-        return await self.ports.lease(plan, facts)
+    async def lease(self, plan: SecretPlan, facts: RequestFacts, size: int | None) -> Secret:
+        return await self.ports.lease(plan, facts, size)
 
     async def searched(self, use: SecretAt) -> tuple[Secret, ...]:
         return await self.ports.searched(use)

@@ -232,6 +232,51 @@ async def test_an_observed_request_is_forwarded_as_it_is(rig):
     assert [] == rig.leased
 
 
+_HEAD = len("GET/v1/x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "size"),
+    [
+        ([], None, _HEAD),
+        ([("content-length", "0")], b"", _HEAD + len("content-length0")),
+        ([("content-length", "4")], b"body", _HEAD + len("content-length4") + 4),
+        ([], b"body", None),
+        ([], b"", None),
+        ([("x-own", "the sandbox's")], None, _HEAD + len("x-ownthe sandbox's")),
+    ],
+)
+async def test_the_bytes_of_a_request_are_known_if_its_head_says_them(fields, body, size, rig):
+    """`body` is None for a request that ends with its head. Others send a frame of data after it."""
+    reader, writer, client = await rig.speak_h2()
+    client.send_headers(1, [*GET, *fields], end_stream=body is None)
+    writer.write(client.data_to_send())
+    if body is not None:
+        await asyncio.sleep(0)
+        client.send_data(1, body, end_stream=True)
+        writer.write(client.data_to_send())
+    answered = False
+    while not answered:
+        for event in client.receive_data(await asyncio.wait_for(reader.read(65536), 20)):
+            answered = answered or isinstance(event, h2.events.StreamEnded)
+        writer.write(client.data_to_send())
+    writer.close()
+    assert [size] == rig.sizes
+    assert 1 == rig.upstream.requests
+
+
+async def test_no_more_than_the_known_bytes_of_a_request_are_sent(rig):
+    """The gateway refuses data beyond the length that was judged."""
+    reader, writer, client = await rig.speak_h2()
+    client.send_headers(1, [*GET, ("content-length", "4")])
+    writer.write(client.data_to_send() + DataFrame(1, data=b"body and canary", flags=["END_STREAM"]).serialize())
+    with contextlib.suppress(OSError):
+        while await asyncio.wait_for(reader.read(65536), 20):
+            pass
+    writer.close()
+    assert b"canary" not in rig.upstream.data
+
+
 BOMB = hpack.Encoder().encode([("x-filling", "a" * 4000)]) + bytes([0x80 | 62]) * 12_000
 """A header block of 16 KB that expands to 48 MB: it repeats one entry of the table."""
 

@@ -92,7 +92,7 @@ def test_limits_of_references_bound_requests_and_check_knows_them(setup: Setup) 
         try:
             said = [asked(sandbox, API, f"/v1/quiet/{mark}") for _ in range(3)]
             assert ["200", "200", "403"] == [each[-3:] for each in said]
-            assert f"the secret {SOURCES['env']} was used as often as its limits allow" in said[2]
+            assert f"{SOURCES['env']}: the secret was used as often as its limits allow" in said[2]
             assert f"{SOURCES['kv']}: the secret is not bound to this host" in asked(other, API, f"/v1/quiet/{mark}")
             assert asked(other, STATUS, f"/{mark}").endswith("200")
             assert 2 == len([note for note in setup.arrived(mark) if note["host"] == API])
