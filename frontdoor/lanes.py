@@ -25,8 +25,9 @@ _FUZZED = (
     "stream.FuzzStreamFraming",
     "terminal.FuzzTerminalFrames",
 )
+_FAST = "not system"
 LANES = {
-    "fast": ("-m", "not system"),
+    "fast": ("-m", _FAST),
     "system": ("-m", "system and not (timed or faults or images)", "--ignore", "tests/security"),
     "faults": ("-m", "system and faults and not (timed or images)", "--ignore", "tests/security"),
     "images": ("-m", "system and images and not timed"),
@@ -74,9 +75,10 @@ def sessions() -> int:
     return len(os.sched_getaffinity(0)) * 2
 
 
-def fast_options() -> tuple[str, ...]:
-    """Return the options of pytest that select and distribute the fast tests."""
-    return (*LANES["fast"], "-n", str(sessions()), "--dist", "worksteal")
+def fast_options(*, slow: bool) -> tuple[str, ...]:
+    """Return the options of pytest that select and distribute the tests that need no root, the slow ones if wanted."""
+    marks = _FAST if slow else f"{_FAST} and not slow"
+    return ("-m", marks, "-n", str(sessions()), "--dist", "worksteal")
 
 
 def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -98,7 +100,7 @@ def run(places: Places, arguments: list[str]) -> int:
     with ExitStack() as stack:
         checks = BackgroundStep("checks", lambda: static_checks(go))
         stack.callback(checks.end)
-        status = suite.lane("fast", *fast_options())
+        status = suite.lane("fast", *fast_options(slow=True))
         if status > _TESTS_FAILED:
             return status
         sessions = [BackgroundStep(name, partial(_session, own, suite, name)) for name, own in places.sessions.items()]

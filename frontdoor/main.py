@@ -67,7 +67,7 @@ def _test(places: Places, arguments: list[str]) -> int:
     from frontdoor import builds, lanes, lock, steps
 
     if arguments[:1] == ["--fast"]:
-        steps.become(sys.executable, "-m", "pytest", "-q", *lanes.fast_options(), *arguments[1:])
+        steps.become(sys.executable, "-m", "pytest", "-q", *lanes.fast_options(slow=False), *arguments[1:])
     builds.code_image(places, builds.set_up(places))
     lock.only_one(places)
     return lanes.run(places, arguments)

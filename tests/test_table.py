@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 PACKAGES = ("wire", "policy", "audit", "vault", "gateway", "runtimes", "lifecycle", "frontdoor")

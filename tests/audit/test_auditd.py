@@ -27,6 +27,8 @@ from tests.audit.conftest import ROOT, A, Auditd, B, NewAuditd, retired, run, ve
 from wire import Client, Code, RemoteError
 from wire.api.auditd import MOST_RECORDS, Accepted, CloseSandbox, Entry, Record, Records
 
+pytestmark = pytest.mark.slow
+
 
 def _append(path: Path, data: bytes) -> None:
     with open(path, "ab") as file:

@@ -4,8 +4,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from audit.describe import document
 from audit.kinds import DESCRIBED, FIELDS, undescribed
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vault", "gateway", "lifecycle", "runtimes", "audit")

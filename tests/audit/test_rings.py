@@ -22,6 +22,8 @@ from tests.audit.conftest import A, Auditd, B, NewAuditd
 from wire import Client, RemoteError
 from wire.api.auditd import AttachRing, CloseRing, CloseSandbox
 
+pytestmark = pytest.mark.slow
+
 
 class Producer:
     """One worker with a ring, and the auditds that take its records."""

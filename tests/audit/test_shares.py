@@ -20,6 +20,8 @@ from audit.sinks.file import Log
 from tests.audit.conftest import A, B, verify
 from tests.audit.test_epochs import private_keys
 
+pytestmark = pytest.mark.slow
+
 RETENTION = Retention(max_files=2, sandbox_share=65536, control_share=1 << 20, closed_sandboxes=2)
 C = f"sbx-{'c' * 24}"
 

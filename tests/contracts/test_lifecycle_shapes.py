@@ -21,6 +21,8 @@ from lifecycle.api.credentials import digest
 from lifecycle.api.errors import ApiError
 from wire.api.states import HostState
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}, "timeout": None}
 OPEN = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.example.org"}]}
 PAUSES = ("lifecycle.pause", "lifecycle.resume")

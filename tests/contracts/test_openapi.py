@@ -26,6 +26,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from standins import IMAGE, KEY, World, world
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -21,6 +21,8 @@ from policy.compiled import CompiledPolicy
 from policy.strict import place
 from tests.mutations import Mutation, Path, mutations, one_of_each, permitted
 
+pytestmark = pytest.mark.slow
+
 SECRET = "s3cr3t-Value-of-the-credential"
 RULES: list[dict[str, str]] = [
     {"action": "deny", "target": "bad.example.org"},

@@ -53,7 +53,8 @@ def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool
 
 
 def test_the_fast_tests_are_those_without_the_marker_system() -> None:
-    assert ("-m", "not system", "-n") == fast_options()[:3]
+    assert ("-m", "not system", "-n") == fast_options(slow=True)[:3]
+    assert ("-m", "not system and not slow", "-n") == fast_options(slow=False)[:3]
 
 
 def test_a_fuzz_test_is_named_by_package_and_function() -> None:

@@ -21,6 +21,8 @@ from lifecycle.sandboxes.registry import Registry, Sandbox, State
 from tests.postgresql import Cluster
 from wire.api.states import HostState
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 OTHER_KEY = "another-api-key-0123456789"
 GIB = 1 << 30

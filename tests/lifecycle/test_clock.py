@@ -10,6 +10,8 @@ from test_transactions import BODY, until
 from lifecycle.sandboxes.clock import Clock
 from lifecycle.sandboxes.registry import RegistryError
 
+pytestmark = pytest.mark.slow
+
 DAY = 86400.0
 
 

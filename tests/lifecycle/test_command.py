@@ -18,6 +18,8 @@ from lifecycle.config import settings
 from lifecycle.config.settings import Settings, parse
 from runtimes.process.predecessor import lock, start_time
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "policies.example.yaml"
 START = "import sys; from lifecycle.command import main; sys.argv[0] = 'sallyport'; sys.exit(main())"

@@ -20,6 +20,8 @@ from lifecycle.sandboxes.registry import RegistryError, State
 from wire.api.hostd import Launch, PolicyInForce
 from wire.api.states import HostState
 
+pytestmark = pytest.mark.slow
+
 SECRET = "value-of-the-caller"
 BODY: dict[str, Any] = {
     "image": {"uri": IMAGE},

@@ -32,6 +32,8 @@ from policy.operator_file import OperatorFile
 from policy.rules import Action
 from wire.api import hostd
 
+pytestmark = pytest.mark.slow
+
 OPERATOR = "version: 1\npolicies: {team: {rules: [{id: one, host: one.example.org}]}}\n"
 TIGHTER = OPERATOR + "always_deny: [api.example.org]\n"
 VALUE = "value-of-the-first"

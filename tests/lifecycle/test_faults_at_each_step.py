@@ -33,6 +33,8 @@ from places import (
 
 from lifecycle.sandboxes.registry import Sandbox, State
 
+pytestmark = pytest.mark.slow
+
 EXTENDED = ("unreached", "left-before", "killed-before")
 """Modes whose steps end like those of another mode, one step earlier or later."""
 MODES = [pytest.param(mode, marks=[pytest.mark.extended] * (mode in EXTENDED)) for mode in (*ERRORS, *LEAVES, *KILLS)]

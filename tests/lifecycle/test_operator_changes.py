@@ -26,6 +26,8 @@ from policy.load import PolicyError, load_text
 from policy.operator_file import OperatorFile
 from wire import frames, limits
 
+pytestmark = pytest.mark.slow
+
 LOOSE = """
 version: 1
 plaintext_secrets: [plain.example.org]

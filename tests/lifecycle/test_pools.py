@@ -25,6 +25,8 @@ from policy.decision import Deny, decide_name
 from tests.lifecycle.test_transactions import until
 from wire.api.states import HostState
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE: dict[str, Any] = {"spec": {"containers": [{"image": IMAGE, "command": ["serve"], "args": ["-v"]}]}}
 CLAIM: dict[str, Any] = {"extensions": {"poolRef": "p"}}
 POLICY = """

@@ -30,6 +30,8 @@ from lifecycle.sandboxes import transaction
 from lifecycle.sandboxes.registry import _INTERRUPT_SECONDS, Registry, RegistryError, Sandbox, SchemaError, State
 from tests.postgresql import Cluster
 
+pytestmark = pytest.mark.slow
+
 ROW = Sandbox("one", State.RUNNING, "", "", 1.0, 1.0, None, "image", ("true",), "runc")
 
 

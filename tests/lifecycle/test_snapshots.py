@@ -18,6 +18,8 @@ from lifecycle.snapshots.snapshot import SnapshotBounds
 from wire.api.states import HostState
 from wire.ids import SNAPSHOT_ID
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 _NOWHERE = "00000000-0000-4000-8000-000000000000"
 

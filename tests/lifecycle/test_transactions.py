@@ -21,6 +21,8 @@ from vault.grants import Grant
 from wire.api.hostd import HostSandboxState
 from wire.api.states import HostState
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"image": {"uri": IMAGE}, "entrypoint": ["sleep", "1"], "resourceLimits": {}}
 
 

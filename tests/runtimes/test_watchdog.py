@@ -14,6 +14,8 @@ import pytest
 from runtimes.process import predecessor
 from runtimes.process.cgroups import Cgroups, GroupLimits
 
+pytestmark = pytest.mark.slow
+
 _ROOT = Path(__file__).resolve().parents[2]
 _KEEP = (
     "import json, sys; from pathlib import Path; from runtimes.process.watchdog import Watchdog, ending; "

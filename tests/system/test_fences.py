@@ -32,6 +32,7 @@ from runtimes.net import netns
 from runtimes.net.plan import PLAN
 from testbed.internet import ADDRESSES, STATUS
 from testbed.stack import Stack
+from tests.conftest import ONE_RUNTIME
 from tests.system.fence_judge import Turn, within_bounds
 from wire.api.hostd import Inspect
 
@@ -387,7 +388,7 @@ def checksum(data: bytes) -> bytes:
     return struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF)
 
 
-@pytest.fixture(scope="module", name="pair", params=["runsc", "runc"])
+@pytest.fixture(scope="module", name="pair", params=ONE_RUNTIME)
 def _pair(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Pair]:
     """The hog and its neighbour."""
     made: list[SandboxSync] = []

@@ -21,6 +21,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from gateway.dns.server import STAND_IN
 from testbed.internet import SILENT_ADDRESS, Internet, ip, received_field
 from testbed.stack import Stack
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import beside
 from tests.system import ipv6
 from wire.api.hostd import Doctor
@@ -196,6 +197,7 @@ def six() -> Iterator[World]:
 
 
 both_runtimes = pytest.mark.parametrize("runtime", ["runc", "runsc"])
+one_runtime = pytest.mark.parametrize("runtime", ONE_RUNTIME)
 
 
 @both_runtimes
@@ -223,7 +225,7 @@ def test_a_secret_is_injected_into_requests_over_both_families(six: World, runti
     )
 
 
-@both_runtimes
+@one_runtime
 @pytest.mark.parametrize("name", ["dead", "fixed"])
 def test_a_host_whose_first_family_is_silent_is_reached_over_the_other_in_bounded_time(
     six: World, runtime: str, name: str
@@ -236,7 +238,7 @@ def test_a_host_whose_first_family_is_silent_is_reached_over_the_other_in_bounde
     assert 1.5 < waited.total_seconds() < 4.5
 
 
-@both_runtimes
+@one_runtime
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_ipv6_address_that_is_not_public_is_neither_shown_nor_dialled(six: World, runtime: str, name: str) -> None:
     address, kind = REFUSED[name]
@@ -264,7 +266,7 @@ def test_the_sandbox_sees_ipv4_addresses_only(six: World, runtime: str) -> None:
         assert {SERVED[name]} == {tuple(record["addresses"]) for record in six.answers(runtime, name)}
 
 
-@both_runtimes
+@one_runtime
 def test_the_stand_in_by_itself_leads_nowhere(six: World, runtime: str) -> None:
     assert "unrecognized name" in six.run(runtime, f"curl -sS --max-time 60 https://{STAND_IN}/")
     (denied,) = (record for record in six.records(runtime, "flow", None) if record.get("decision") == "deny")
@@ -272,7 +274,7 @@ def test_the_stand_in_by_itself_leads_nowhere(six: World, runtime: str) -> None:
     assert "Bearer" not in six.run(runtime, f"curl -sS --max-time 60 http://{STAND_IN}/")
 
 
-@both_runtimes
+@one_runtime
 def test_a_secret_is_injected_over_ipv6_for_a_client_that_speaks_only_http2(six: World, runtime: str) -> None:
     assert f"this is only-token2.{ZONE}" in six.fetch(runtime, "only-token2", "--http2-prior-knowledge")
     (note,) = six.received(runtime, "only-token2")

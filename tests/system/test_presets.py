@@ -26,6 +26,7 @@ from testbed.internet import Internet
 from testbed.packages import NAME, VERSION, index_pages
 from testbed.stack import Stack
 from testbed.stand_ins import Server, served
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -226,6 +227,7 @@ def done(sandbox: SandboxSync, command: str) -> str:
     return printed
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_each_client_works_under_its_preset(sandbox: SandboxSync, services: Services) -> None:
     """pip, npm, git, curl and apt with their own default addresses. Only GitHub receives the token."""
     done(sandbox, f"pip install -q --disable-pip-version-check --target /tmp/site {NAME}=={VERSION}")

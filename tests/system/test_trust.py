@@ -27,6 +27,7 @@ from runtimes.engine.containers import CA_VARIABLES, JAVA_STORE
 from runtimes.engine.java_store import java_store
 from testbed.internet import API, GIT, INDEX, Internet, received_field
 from testbed.stack import CODE_ENTRYPOINT, IMAGE, Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -168,7 +169,7 @@ def made(stack: Stack, internet: Internet, values: Secrets, runtime: str, **opti
         sandbox.close()
 
 
-@pytest.fixture(scope="module", params=("runsc", "runc"), name="base")
+@pytest.fixture(scope="module", params=ONE_RUNTIME, name="base")
 def _base(request: pytest.FixtureRequest, stack: Stack, internet: Internet, values: Secrets) -> Iterator[Place]:
     with made(stack, internet, values, request.param, image=IMAGE) as place:
         place._sandbox.files.write_file("/tmp/httpx.tar", _httpx())
@@ -218,6 +219,7 @@ def test_a_client_of_the_base_image_trusts_its_gateway(base: Place, name: str) -
         base.judge(CLIENTS[name], user)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_go_trusts_its_gateway_in_an_image_without_certificates(
     runtime: str, stack: Stack, internet: Internet, values: Secrets, images: None, go_program: bytes
 ) -> None:
@@ -227,6 +229,7 @@ def test_go_trusts_its_gateway_in_an_image_without_certificates(
             place.judge(_GO_CLIENT, user)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_java_of_a_users_image_trusts_its_gateway(
     runtime: str, stack: Stack, internet: Internet, values: Secrets, images: None
 ) -> None:
@@ -239,6 +242,7 @@ def test_java_of_a_users_image_trusts_its_gateway(
         assert (0, True) == (listed[0], "contains 2 entries" in listed[1]), listed[1]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_code_interpreter_image_trusts_its_gateway(
     runtime: str, stack: Stack, code_image: str, internet: Internet, values: Secrets, go_program: bytes
 ) -> None:

@@ -38,6 +38,8 @@ from vault.secret import Secret
 from wire.api import vaultd
 from wire.api.fetcher import Material
 
+pytestmark = pytest.mark.slow
+
 FIRST, SECOND = "canary-first-51c0", "canary-second-77ab"
 LOCAL: list[type[BackendWorld]] = [EnvironmentWorld, FileWorld, CommandWorld, TokenWorld, RefreshWorld]
 REAL: list[type[VaultWorld]] = [VaultWorld, OldVaultWorld]

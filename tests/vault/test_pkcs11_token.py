@@ -19,6 +19,8 @@ from vault.keyring import MasterKeyError
 from vault.wrapping import pkcs11_token
 from vault.wrapping.sources import KeySource, Pkcs11Token, WrappingConfig, WrappingError
 
+pytestmark = pytest.mark.slow
+
 ANOTHER_PIN = "905317"
 _CHANGE = "import pkcs11, sys; t = pkcs11.lib(sys.argv[1]).get_token(token_label=sys.argv[2])\n"
 _CHANGE += "with t.open(rw=True, user_pin=sys.argv[3]) as session: session.set_pin(sys.argv[3], sys.argv[4])"

@@ -22,6 +22,8 @@ from vault.secret import Secret
 from wire.api import vaultd
 from wire.api.fetcher import Fault, Problem, Reading
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(name="world")
 async def _world(request: pytest.FixtureRequest, short_path: Path) -> AsyncIterator[World]:

@@ -19,6 +19,8 @@ from policy.decision import AllowRequest
 from .conftest import Lab, Rig, only, read_all
 from .test_streams import POST, Caller, Server
 
+pytestmark = pytest.mark.slow
+
 SECRET = "QXZJVWQQZXZJVWJZQXJVVWXZ"
 """A secret of letters that occur nowhere else in a response."""
 WRONG = "Y"

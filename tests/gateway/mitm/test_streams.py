@@ -31,6 +31,8 @@ from policy.facts import Scheme
 
 from .conftest import Rig, only
 
+pytestmark = pytest.mark.slow
+
 GET = [(":method", "GET"), (":scheme", "https"), (":authority", "good.test"), (":path", "/open/x")]
 POST = [(":method", "POST"), *GET[1:]]
 ANSWER = [(":status", "200"), ("content-type", "application/grpc")]

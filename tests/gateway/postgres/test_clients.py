@@ -26,6 +26,8 @@ from tests.gateway.postgres.conftest import HOST, PASSWORD, PORT, USER, Rig, all
 from tests.gateway.postgres.test_startup import GSS_REQUEST, startup
 from tests.postgresql import Cluster, programs
 
+pytestmark = pytest.mark.slow
+
 _MIB = 1 << 20
 
 
