@@ -36,6 +36,7 @@ LANES = {
 }
 """The options of pytest that select the tests of each lane; each test is in one lane."""
 _FUZZ_INPUTS = "5000x"
+_HANGS_SECONDS = 120  # for a test that needs no root, with its fixtures
 _NICE = 5
 _TESTS_FAILED = 1  # of pytest; a higher status: interrupted, or not run at all
 
@@ -78,7 +79,7 @@ def sessions() -> int:
 def fast_options(*, slow: bool) -> tuple[str, ...]:
     """Return the options of pytest that select and distribute the tests that need no root, the slow ones if wanted."""
     marks = _FAST if slow else f"{_FAST} and not slow"
-    return ("-m", marks, "-n", str(sessions()), "--dist", "worksteal")
+    return ("-m", marks, "-n", str(sessions()), "--dist", "worksteal", f"--timeout={_HANGS_SECONDS}")
 
 
 def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -93,10 +93,10 @@ async def test_a_secret_that_is_called_back_before_it_is_used_is_not_kept(rig):
     leasing, go = asyncio.Event(), asyncio.Event()
     lease = rig.lease
 
-    async def slow(plan, facts):
+    async def slow(plan, facts, size):
         leasing.set()
         await go.wait()
-        return await lease(plan, facts)
+        return await lease(plan, facts, size)
 
     rig.lease = slow
     reader, writer = await rig.connect()
