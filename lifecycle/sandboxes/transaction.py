@@ -5,8 +5,8 @@ failed step the earlier steps are undone. If that is not possible at once, a row
 retries until everything is removed.
 
 - The row is written before the first step. So a crash leaves rows, never a sandbox without a row.
-- A claim converts an idle member of a pool instead of a launch: its row, its grants, its policy, then its execd, which
-  starts the entrypoint. If a step fails, the member is removed like a failed launch.
+- A claim converts an idle member of a pool instead of a launch: its row, its grants and its policy, then its execd,
+  which starts the entrypoint. If a step fails, the member is removed like a failed launch.
 - A sandbox whose policy provides variables or files waits for them: its execd gets them with its first init, and then
   starts the entrypoint. hostd derives them. They are in no row, and a call that sets such a variable itself is refused.
 - A sandbox whose entrypoint cannot be started, or ends with an error before it was seen to run, was not created. The
@@ -51,7 +51,7 @@ from lifecycle.sandboxes.starting import Starting
 from lifecycle.snapshots.errors import no_artifact
 from policy.problems import meant
 from runtimes.engine.trust import CA_VARIABLES
-from wire.api.hostd import Launch, Runtime
+from wire.api.hostd import Launch, PolicyInForce, Runtime
 from wire.api.provided import Provided, ProvidedFile
 
 _NAMED_IMAGES = 20
@@ -401,13 +401,24 @@ class Creations:
             policy=compiled.digest,
         )
         env = {name: value for name, value in plan.env.items() if name not in CA_VARIABLES}
-        await self._vaultd.regrant(row.id, compiled.grants, compiled.names, metadata=row.metadata)
-        in_force = await self._hostd.claim(row.id, compiled.selection, env)
-        names = (*env, *compiled.variables)
-        with contextlib.suppress(RegistryError):  # Without this its output is not shown.
-            await self._registry.record(row.id, lambda history: history.handed_over(names))
+        # Nothing runs in the member before all three have ended, so they need no order.
+        steps = await asyncio.gather(
+            self._vaultd.regrant(row.id, compiled.grants, compiled.names, metadata=row.metadata),
+            self._hostd.claim(row.id, compiled.selection, env),
+            self._note_handed_over(row.id, (*env, *compiled.variables)),
+            return_exceptions=True,
+        )
+        for step in steps:
+            if isinstance(step, BaseException):
+                raise step
+        in_force = steps[1]
+        assert isinstance(in_force, PolicyInForce)  # noqa: S101 - narrows what the loop has established
         await self._begin_with(row, plan, env, in_force.provided)
         return in_force.digest
+
+    async def _note_handed_over(self, sandbox: str, names: tuple[str, ...]) -> None:
+        with contextlib.suppress(RegistryError):  # Without this its output is not shown.
+            await self._registry.record(sandbox, lambda history: history.handed_over(names))
 
     async def _begin_with(self, row: Sandbox, plan: Plan, env: Mapping[str, str], provided: Provided) -> None:
         """Let the execd of a sandbox start the entrypoint, with these variables and what its policy provides."""

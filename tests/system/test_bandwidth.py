@@ -20,6 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from runtimes.net import netns, slots
 from runtimes.net.plan import PLAN
 from testbed.stack import EMPTY_IMAGE, Stack
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import Second, beside
 
 pytestmark = pytest.mark.system
@@ -71,6 +72,7 @@ def seconds(sandbox: SandboxSync) -> tuple[float, float]:
     return sent - began, time.monotonic() - sent
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_transfer_takes_as_long_as_the_operator_says(slow: Stack, plain: Stack, runtime: str) -> None:
     """In each direction, and neither much faster nor much slower than the rate: TCP is slowed, not broken."""
     with sandbox_of(plain, runtime) as free, sandbox_of(slow, runtime) as limited:

@@ -27,6 +27,7 @@ from runtimes.process.cgroups import Cgroups, Processor
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet, received_field
 from testbed.stack import Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -340,6 +341,7 @@ def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None
         assert heard[-1] > paused + SECONDS
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_processes_survive_many_pauses(api: Api, runtime: str, stack: Stack) -> None:
     """A pause interrupts each system call, also those by which gVisor reaches its stub processes."""
     with sandbox(stack, runtime) as made:

@@ -28,6 +28,7 @@ from runtimes.process.cgroups import Cgroups
 from runtimes.spec import DockerdConfig
 from testbed.stack import free_port
 from tests.anyone import as_anyone
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -283,7 +284,7 @@ def test_with_an_nft_that_fails_nothing_is_started(machine: Machine) -> None:
     assert {"nft", "slot", "guard"} == set(machine.doctor()[1])
 
 
-@pytest.mark.parametrize("program", ["runc", "runsc"])
+@pytest.mark.parametrize("program", ONE_RUNTIME)
 def test_an_allowed_runtime_must_run(machine: Machine, program: str) -> None:
     """Missing or failing. A runtime that is not allowed can have any fault."""
     machine.top[program] = "/nonexistent/program"

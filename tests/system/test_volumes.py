@@ -24,6 +24,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.census import daemons, take
 from testbed.stack import Stack, StackError
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import beside
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
@@ -213,6 +214,7 @@ def test_a_volume_below_another_is_seen_in_it_in_any_order(stack: WithVolumes, r
     assert ["hidden"] == os.listdir(data / "inner")
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_what_the_operator_does_not_allow_is_refused(stack: WithVolumes, runtime: str, data: Path) -> None:
     (data / "out").symlink_to("/etc")
     wrong = ("/etc", "/", str(stack.run), str(stack.state), str(stack.directory), "/proc", f"{data}/out", "/var/run")
@@ -299,6 +301,7 @@ def test_sandboxes_share_a_volume_that_both_name_while_they_run(stack: WithVolum
     assert [] == volumes(stack)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_volume_of_the_call_ends_with_its_sandbox_in_each_way(stack: WithVolumes, runtime: str) -> None:
     """By DELETE, by expiry, by a failed entrypoint, and by a refusal of the second volume. Others stay."""
     with made(stack, runtime, pvc("kept", "/mnt/kept"), temporary("own")):
@@ -365,6 +368,7 @@ while True:
     assert outcomes <= {frozenset({"mark"}), frozenset()}, "it saw something else than the directory"
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.parametrize("victim", ["runtimes.hostd", "lifecycle.serve"])
 def test_a_death_keeps_the_volumes_of_sandboxes_that_run(stack: WithVolumes, runtime: str, victim: str) -> None:
     """After their end everything ends with them, as if there had been no death."""
@@ -388,6 +392,7 @@ def works(sandbox: SandboxSync) -> bool:
         return False
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_restart_of_the_server_keeps_named_volumes_only(stack: WithVolumes, runtime: str) -> None:
     """The end of the server removes its sandboxes. The next server mounts the volume again."""
     sandbox = stack.create(runtime, policy=None, volumes=[pvc("kept"), temporary("own", "/o")])
