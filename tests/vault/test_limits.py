@@ -1,6 +1,7 @@
 """Limits of references to backends: each only takes away, with the code that judges the bindings of sealed secrets."""
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -127,6 +128,20 @@ def test_limits_are_read_back_and_replaced_by_pattern(directory: SealedDirectory
     assert ["env://*"] == [limit.pattern for limit in again.of("env://B")]
     again.remove("env://A")
     assert ["env://*"] == [one.pattern for one in ReferenceLimits(directory).forms]
+
+
+def test_a_record_of_a_version_without_limits_in_bytes_is_read(directory: SealedDirectory) -> None:
+    limits = ReferenceLimits(directory)
+    limits.put(ReferenceLimit.make("env://A", limits=UseLimits(3)))
+    metadata, body = directory.read("limits")
+    (written,) = json.loads(body)
+    for key in ("sent", "sandbox_sent"):
+        del written["conditions"][key]
+    directory.write("limits", metadata, json.dumps([written]).encode())
+    assert limits.forms == ReferenceLimits(directory).forms
+    written["conditions"]["unknown"] = 1
+    directory.write("limits", metadata, json.dumps([written]).encode())
+    assert [EVERY] == [limit.pattern for limit in ReferenceLimits(directory).forms]
 
 
 def test_a_damaged_record_ends_every_reference_until_that_is_ended(directory: SealedDirectory, tmp_path: Path) -> None:
