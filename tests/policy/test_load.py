@@ -504,8 +504,8 @@ HOSTS = sorted(
 
 
 def _named_by_authors(path: tuple[object, ...]) -> bool:
-    """Whether keys of this mapping are names: of policies, of credential slots."""
-    return path == ("policies",) or (path[:1] == ("policies",) and path[-1:] == ("client_credentials",))
+    """Whether keys of this mapping are names: of policies, of credential slots, of variables."""
+    return path == ("policies",) or (path[:1] == ("policies",) and path[-1:] in {("client_credentials",), ("env",)})
 
 
 MUTATIONS = list(mutations(DOCUMENT, _named_by_authors))
