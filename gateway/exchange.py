@@ -60,7 +60,7 @@ from gateway.signing.signer import Signer, check_key, signer_of
 from gateway.signing.sigv4 import SigningRefused
 from gateway.substitute import TooMany, body_form
 from gateway.tls.hello import Refused
-from gateway.translate import Headers, RequestParts, Translated, size_of, translate
+from gateway.translate import Headers, RequestParts, Translated, body_length, head_size, translate
 from gateway.verdicts import Answer, Collect, Forward, ForwardHead, Injected, Origin, Relay, ResponseHead, Route
 from policy.decision import DEFAULT, AllowRequest, Deny
 from policy.facts import FlowFacts, RequestFacts
@@ -91,7 +91,8 @@ class _Repeated:
         of_plans: the same without an order, with a hash that is computed once.
         missed: the substitutions whose placeholder is absent.
         path: for records.
-        size: the bytes of head and body as received; None: not known before the body has passed.
+        length, size: the bytes of the body, and of head and body, as received. None: the head does not say them, or no
+            secret is sent.
         head: the head to send, without a signature, with what it was made of: the composed request, and whether the
             response is searched, and is a whole document.
     """
@@ -105,6 +106,7 @@ class _Repeated:
     missed: tuple[SubstitutionPlan, ...]
     secrets: frozenset[str]
     path: str
+    length: int | None
     size: int | None
     records: "_Records"
     head: tuple[Composed, tuple[bool, bool], ForwardHead] | None = None
@@ -272,6 +274,8 @@ class Exchange:
         """The response head was allowed, and its body is relayed to the client."""
         self._stage = _Stage.NEW
         self._whole = b""
+        self._most_up: int | None = None
+        """The bytes of the body that the secrets of the request were leased for; None: any number."""
         self._http2 = False
         self._closes = False
         self._websocket_key: bytes | None = None
@@ -468,6 +472,7 @@ class Exchange:
             return await self._deny(parts, translated, Deny(decision.rule, str(error)))
         forward = Forward(head, self.scrub, injected, presented)
         self._whole = composed.body or b""
+        self._most_up = repeated.length if body is None else None
         self._next((_Stage.JUDGING,), _Stage.FORWARDED)
         session.active[self.request_id] = self
         return forward
@@ -497,6 +502,9 @@ class Exchange:
             *(plan for plan in allowed.substitutions if plan in found),
         )
         facts = translated.facts
+        length = None if body is None else len(body)
+        if plans and body is None:
+            length = body_length(pending.parts, websocket=translated.websocket)
         repeated = _Repeated(
             pending.parts,
             pending.translated,
@@ -507,7 +515,8 @@ class Exchange:
             tuple(plan for plan in allowed.substitutions if plan not in found),
             frozenset(plan.secret for plan in plans),
             facts.path[:MAX_RECORDED_PATH],
-            size_of(pending.parts, body, websocket=translated.websocket) if plans else None,
+            length,
+            None if length is None else head_size(pending.parts) + length,
             self._records(pending.guarded, plans),
         )
         if body is None:
@@ -755,6 +764,9 @@ class Exchange:
             self.session.deny(denied.rule, denied.reason, secret=stray)
             raise PlaceholderSent
         self._bytes_up += len(data)
+        if self._most_up is not None and self._bytes_up > self._most_up:
+            self.session.refused(Refused("a longer body than the head says"))
+            raise RuntimeError("more bytes than secrets were leased for")
         if self._signer is None:
             return data
         signer = self._signer

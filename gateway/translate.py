@@ -141,23 +141,20 @@ def translate(parts: RequestParts, flow: FlowFacts) -> Translated | Refused:
     )
 
 
-def size_of(parts: RequestParts, body: bytes | None, *, websocket: bool) -> int | None:
-    """Return the bytes of a well-formed request: method, target, names and values of headers, and body.
+def head_size(parts: RequestParts) -> int:
+    """Return the bytes of a head: method, target, names and values of headers."""
+    return len(parts.method) + len(parts.target) + sum(len(name) + len(value) for name, value in parts.headers)
 
-    Args:
-        body: the whole body; None: it is not here yet.
 
-    Returns:
-        None: the head does not say how long the body is. A WebSocket has no length.
-    """
-    head = len(parts.method) + len(parts.target) + sum(len(name) + len(value) for name, value in parts.headers)
-    if body is not None:
-        return head + len(body)
+def body_length(parts: RequestParts, *, websocket: bool) -> int | None:
+    """Return the bytes of the body of a well-formed request. None: its head does not say them, or it is a WebSocket."""
     named = {name.lower(): value for name, value in parts.headers}
-    if b"content-length" in named and not websocket:
-        return head + int(named[b"content-length"])
+    if websocket:
+        return None
+    if b"content-length" in named:
+        return int(named[b"content-length"])
     ends = parts.ended if parts.version == 20 else b"transfer-encoding" not in named
-    return head if ends and not websocket else None
+    return 0 if ends else None
 
 
 def refusal_of_form(request: RequestFacts) -> str | None:

@@ -337,7 +337,7 @@ STEPS: dict[str, Callable[[Exchange], object]] = {
     "malformed": lambda one: one.malformed("no"),
     "request": lambda one: ended(one.request(PARTS, DESTINATION, no_connection)),
     "connection": lambda one: ended(one.connection(ROUTE)),
-    "request_chunk": lambda one: one.request_chunk(b"x"),
+    "request_chunk": lambda one: one.request_chunk(b""),
     "response": lambda one: ended(one.response(ResponseHead(200, False, ()))),
     "response_chunk": lambda one: one.response_chunk(b"x"),
     "response_end": lambda one: one.response_end(),
@@ -605,6 +605,31 @@ def test_a_lease_is_asked_for_with_the_bytes_of_its_request(same: bool) -> None:
         verdict = ended(Exchange(session, f"q{number}").request(parts, DESTINATION, no_connection))
         assert isinstance(verdict, Forward)
     assert [head, head + len("Content-Length7") + 7, None, head] == ports.sizes
+
+
+def test_no_more_of_a_body_is_sent_than_its_secret_was_leased_for() -> None:
+    """Whatever the engine lets through. Without a secret, or without a known length, there is no such limit."""
+    host, length = (b"Host", HOST.encode()), (b"Content-Length", b"7")
+    chunked = (b"Transfer-Encoding", b"chunked")
+    for decision, headers, more in (
+        (ALLOWED, (host, length), False),
+        (ALLOWED, (host,), False),
+        (ALLOWED, (host, chunked), True),
+        (OPEN, (host, length), True),
+    ):
+        ports = Ports(decision)
+        exchange = Exchange(session_of(ports), "q1")
+        parts = replace(PARTS, method=b"POST", headers=headers)
+        assert isinstance(ended(exchange.request(parts, DESTINATION, no_connection)), Forward)
+        ended(exchange.connection(ROUTE))
+        if length in headers:
+            assert [b"four", b"thr"] == [exchange.request_chunk(b"four"), exchange.request_chunk(b"thr")]
+        if more:
+            assert b"x" == exchange.request_chunk(b"x")
+        else:
+            with pytest.raises(RuntimeError, match=r"^more bytes than secrets were leased for$"):
+                exchange.request_chunk(b"x")
+            assert "a longer body than the head says" == ports.records[-1][2]["reason"]
 
 
 def test_a_collected_body_has_a_length_that_nothing_announced() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tls.hello import TOKEN, Refused
-from gateway.translate import Headers, RequestParts, Translated, refusal_of_form, size_of, translate
+from gateway.translate import Headers, RequestParts, Translated, body_length, head_size, refusal_of_form, translate
 from policy.facts import FlowFacts, RequestFacts, Scheme
 
 FLOW = FlowFacts("good.test", 443, Scheme.HTTPS)
@@ -504,28 +504,29 @@ def test_the_options_of_a_connection_are_its_own_and_are_read_in_any_case():
     assert not translated.close
 
 
-_HEAD = len("GET/a%2Fb?x=1HostGood.TestAccept*/*")
-_HEAD_2 = len("GET/aaccept*/*")
-
-
 @pytest.mark.parametrize(
-    ("parts", "more", "size"),
+    ("parts", "more", "length"),
     [
-        (GET, (), _HEAD),
-        (GET, ((b"Content-Length", b"9"),), _HEAD + len("Content-Length9") + 9),
-        (GET, ((b"CONTENT-LENGTH", b"9"),), _HEAD + len("Content-Length9") + 9),
+        (GET, (), 0),
+        (GET, ((b"Content-Length", b"9"),), 9),
+        (GET, ((b"CONTENT-LENGTH", b"9"),), 9),
         (GET, ((b"Transfer-Encoding", b"chunked"),), None),
         (GET, ((b"TRANSFER-ENCODING", b"chunked"),), None),
-        (replace(GET, version=10), (), _HEAD),
+        (replace(GET, version=10), (), 0),
         (H2, (), None),
-        (replace(H2, ended=True), (), _HEAD_2),
-        (H2, ((b"content-length", b"9"),), _HEAD_2 + len("content-length9") + 9),
+        (replace(H2, ended=True), (), 0),
+        (H2, ((b"content-length", b"9"),), 9),
     ],
 )
-def test_the_size_of_a_request_is_that_of_head_and_body(parts: RequestParts, more: Headers, size: int | None) -> None:
-    """It is not known where the head does not say how long the body is, and for a WebSocket."""
+def test_the_length_of_a_body_is_known_if_the_head_says_it(
+    parts: RequestParts, more: Headers, length: int | None
+) -> None:
+    """That of a WebSocket is not."""
     asked = replace(parts, headers=(*parts.headers, *more))
-    assert size == size_of(asked, None, websocket=False)
-    assert size_of(asked, None, websocket=True) is None
-    head = sum(map(len, (asked.method, asked.target, *(each for field in asked.headers for each in field))))
-    assert head + 5 == size_of(asked, b"whole", websocket=False)
+    assert length == body_length(asked, websocket=False)
+    assert body_length(asked, websocket=True) is None
+
+
+def test_the_size_of_a_head_is_that_of_all_that_the_client_chooses() -> None:
+    assert len("GET/a%2Fb?x=1HostGood.TestAccept*/*") == head_size(GET)
+    assert len("GET/aaccept*/*") == head_size(H2)
