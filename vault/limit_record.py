@@ -9,17 +9,16 @@ Methods that write block.
 
 import json
 import logging
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Final
 
 from vault.limits import EVERY, ReferenceLimit
 from vault.stores.directory import SealedDirectory, SealedRecordError
 from wire import codec
-from wire.api.vaultd import MOST_LIMITS, ConditionForm, LimitForm
+from wire.api.vaultd import MOST_LIMITS, LimitForm
 
 _RECORD: Final = "limits"
-_NO_CONDITIONS: Final = asdict(ConditionForm())
+_LATER: Final = {"sent": None, "sandbox_sent": None}
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _log = logging.getLogger(__name__)
@@ -87,5 +86,5 @@ def _read(directory: SealedDirectory) -> list[ReferenceLimit]:
         return []
     limits = json.loads(body)
     for limit in limits:  # a record of an older version lacks conditions that came later
-        limit["conditions"] = {**_NO_CONDITIONS, **limit["conditions"]}
+        limit["conditions"] = {**_LATER, **limit["conditions"]}
     return [ReferenceLimit.of(codec.decode(LimitForm, limit)) for limit in limits]

@@ -113,9 +113,14 @@ class NamedVolumes:
         for path in self._store.iterdir():
             if path.name.startswith((_NEW, _OLD)):
                 shutil.rmtree(path)
-        for place in {*self._mounts.iterdir()} - {self._mounts / name for name in self._names()}:
-            trees.unmount(place)
-        return self.free()
+        left, names = [*self.free()], self._names()
+        for place in sorted(self._mounts.iterdir()):
+            if place.name not in names:
+                try:
+                    trees.unmount(place)
+                except OSError as error:
+                    left.append(f"volumes: {error.strerror}: {place}")
+        return tuple(left)
 
     def states(self) -> tuple[VolumeState, ...]:
         """Return every volume."""

@@ -184,12 +184,13 @@ async def test_two_nodes_share_a_pool_on_redis(server: Stack, address: str) -> N
             sandbox = second.acquire(sandbox_timeout=timedelta(minutes=5), policy=AcquirePolicy.FAIL_FAST)
             try:
                 assert sandbox.id in ready
-                return str(sandbox.commands.run("echo shared").text).strip()
+                said = str(sandbox.commands.run("echo shared").text).strip()
             finally:
                 sandbox.destroy()
-        finally:
             # The pool replaces what it handed out. It would keep a sandbox that it makes during a `resize`.
             assert until(lambda: first.snapshot().idle_count == 2)
+            return said
+        finally:
             first.resize(0)
             assert until(lambda: first.snapshot().idle_count == 0)
             for pool in (second, first):

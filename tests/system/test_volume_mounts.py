@@ -434,6 +434,12 @@ def test_a_start_unmounts_a_volume_that_is_no_longer_in_the_store(place: Place) 
     (place.root / "run" / "stages" / "sbx-1").rmdir()
     shutil.rmtree(place.store / "own")
     assert 1 == len(place.mounts())
+    foreign = place.root / "run" / "named" / "foreign" / "directory"
+    foreign.mkdir(parents=True)
+    (said,) = do(place.volumes.sweep(frozenset()))
+    assert f"not empty: {foreign.parent}" in said
+    assert [] == place.mounts()
+    foreign.rmdir()
     assert () == do(place.volumes.sweep(frozenset()))
     assert [] == place.left()
 

@@ -93,8 +93,9 @@ class InProcess:
         self.key = directory / "master"
         self.key.touch(0o600)
         self.key.write_bytes(base64.b64encode(bytes(range(32))))
-        self.held_rekey: asyncio.Event | None = None
-        """Holds up the next change of the master key after it has read the keys."""
+        self.held_rekey: tuple[asyncio.Event, asyncio.Event] | None = None
+        """Of the next change of the master key: it sets the first after it has read the keys, and waits for the second.
+        """
 
     async def start(self) -> None:
         """Open the vault and listen."""
@@ -110,7 +111,8 @@ class InProcess:
         async def rekey(_credentials: object) -> None:
             found, held, self.held_rekey = load(self.key, {}), self.held_rekey, None
             if held is not None:
-                await held.wait()
+                held[0].set()
+                await held[1].wait()
             self.vault.rekey(found)
 
         operations = VaultOperations(

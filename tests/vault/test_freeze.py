@@ -279,6 +279,7 @@ async def test_a_secret_is_released_for_as_many_bytes_as_its_limit_says_over_res
     worker = await opened(vault, binding)
     assert "exhausted" == await refusal(worker.release(*ASK))
     assert "exhausted" == await refusal(worker.release(*ASK, size=71))
+    assert [] == vault.log.of("secret.release", "allow")  # refused before the record of a release
     assert Amount(None, 60) == (await worker.release(*ASK, size=60)).permits
     await vault.stop()
     await vault.start()

@@ -132,14 +132,18 @@ def test_limits_are_read_back_and_replaced_by_pattern(directory: SealedDirectory
 
 def test_a_record_of_a_version_without_limits_in_bytes_is_read(directory: SealedDirectory) -> None:
     limits = ReferenceLimits(directory)
-    limits.put(ReferenceLimit.make("env://A", limits=UseLimits(3)))
+    limits.put(ReferenceLimit.make("env://A", limits=UseLimits(3, 2)))
     metadata, body = directory.read("limits")
     (written,) = json.loads(body)
     for key in ("sent", "sandbox_sent"):
         del written["conditions"][key]
     directory.write("limits", metadata, json.dumps([written]).encode())
     assert limits.forms == ReferenceLimits(directory).forms
-    written["conditions"]["unknown"] = 1
+    for damage in ({"unknown": 1}, {"uses": "3"}):
+        damaged = {**written, "conditions": {**written["conditions"], **damage}}
+        directory.write("limits", metadata, json.dumps([damaged]).encode())
+        assert [EVERY] == [limit.pattern for limit in ReferenceLimits(directory).forms]
+    del written["conditions"]["uses"]
     directory.write("limits", metadata, json.dumps([written]).encode())
     assert [EVERY] == [limit.pattern for limit in ReferenceLimits(directory).forms]
 

@@ -224,10 +224,9 @@ async def test_a_change_of_the_master_key_waits_for_the_one_before(vault: Any) -
     await vault.admin.put("token", Secret(CANARY), SecretBinding.make(["good.test"]))
     other = await AdminClient.connect(vault.directory / "s", os.geteuid())
     create(next_file(vault.key))
-    held = vault.held_rekey = asyncio.Event()
+    has_read, held = vault.held_rekey = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(vault.admin.rekey())
-    while vault.held_rekey is not None:  # noqa: ASYNC110 - there is no event for it
-        await asyncio.sleep(0.005)
+    await has_read.wait()
     replace(vault.key)
     create(next_file(vault.key))
     second = asyncio.create_task(other.rekey())
