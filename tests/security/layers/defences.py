@@ -80,6 +80,7 @@ def closed(off: Iterable[str]) -> bool:
 
 TAKEN = (TAKEN_OVER,)
 ORDER, DIALS = "order of steps", "no connection without an allowed request"
+LEASED_LENGTH = "length of a leased body"
 DEFENCES = (
     Defence("no route", "the gateway namespace has no uplink, no route, no forwarding", "kernel", "a route exists"),
     Defence("gw0 rules", "the slot's filter drops what is neither proxy nor DNS", "kernel", "a datagram to port 9999"),
@@ -122,7 +123,14 @@ DEFENCES = (
         "no request is written with both framings",
         "worker",
         "a request with both arrives",
-        ("framing check",),
+        ("framing check", LEASED_LENGTH),
+    ),
+    Defence(
+        LEASED_LENGTH,
+        "no more of a body is sent than its secret was leased for",
+        "worker",
+        "a request with both arrives",
+        ("framing check", "framing of what is sent"),
     ),
     Defence("per-request check", "each request is judged alone", "worker", "the record of a denied path"),
     Defence(
@@ -217,7 +225,7 @@ PATHS = (
         (FOREIGN_HOST, IMPOSTOR),
     ),
     Path("the target that is asked for", ("absolute-target check", "origin form"), (ABSOLUTE,)),
-    Path("the end of a request", ("framing check", "framing of what is sent"), (AMBIGUOUS,)),
+    Path("the end of a request", ("framing check", "framing of what is sent", LEASED_LENGTH), (AMBIGUOUS,)),
     Path("secrets", ("per-request check", "vaultd's grant check", "scope check of a lease"), (OUTSIDE,)),
     Path("answers", ("response scrub",), (RETURNED,)),
     Path("judgement", ("sentinel", ORDER, DIALS, "exception ends the flow"), (UNJUDGED_ARRIVES,)),

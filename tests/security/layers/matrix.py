@@ -194,6 +194,7 @@ def acts(internet: Internet, stack: LayeredStack, pair: Pair, wanted: set[str]) 
         "origin form": lambda: OWN_TARGET in requested,
         "framing check": lambda: "both Content-Length" in seen.answers["two framings"],
         "framing of what is sent": lambda: AMBIGUOUS not in seen.leaks,
+        "length of a leased body": lambda: AMBIGUOUS not in seen.leaks,
         "per-request check": lambda: bool(paths) and paths[0]["decision"] == "deny",
         "vaultd's grant check": lambda: FIRST not in seen.outside,
         "scope check of a lease": lambda: DELETED not in seen.outside,
