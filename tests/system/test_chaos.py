@@ -4,7 +4,6 @@ import os
 import random
 import secrets
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from demo.chaos.main import POLICY
 from demo.chaos.run import Settings, run
 from testbed.internet import API, Internet
 from testbed.stack import Stack
-from tests.stacks import INTERNET
+from tests.stacks import INTERNET, scratch
 
 SECONDS = 40.0
 BOUND = 30.0
@@ -34,9 +33,7 @@ def _token() -> str:
 def _mortal(token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     """A separate server with its own Docker and internet, under the policy of a chaos run."""
     run_dir = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-chaos")
-    with tempfile.TemporaryDirectory(prefix="sallyport-chaos-") as name:
-        place = Path(name)
-        place.chmod(0o711)
+    with scratch("chaos") as place:
         monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run_dir))
         accounts = {"git": "a:b", "index": "a:b", "api": token}

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +26,7 @@ from testbed import namespaces
 from testbed.internet import Internet
 from testbed.stack import EMPTY_IMAGE
 from testbed.traces import Traces, alive, left_by_server, start_time
-from tests.stacks import INTERNET, Second
+from tests.stacks import INTERNET, Second, scratch
 
 pytestmark = pytest.mark.system
 
@@ -59,9 +58,8 @@ class Place:
 
 @pytest.fixture(name="directory")
 def _directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sallyport-clean-") as name:
-        Path(name).chmod(0o711)
-        yield Path(name)
+    with scratch("clean") as directory:
+        yield directory
 
 
 @pytest.fixture(name="place")

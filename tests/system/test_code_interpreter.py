@@ -378,6 +378,7 @@ KINDS = {
         _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
     ),
 }
+SLOW = ("go", "java")  # the same kernel protocol; a run of theirs takes seconds
 FRESH = {"java": 1}  # Each of its kernels takes two seconds to start.
 ROUNDS = 4
 
@@ -388,7 +389,9 @@ def interrupted_at_init(box: Box, code: str, context: Any) -> Execution:
     return box.run(code, context=context, handlers=handlers)
 
 
-@pytest.mark.parametrize("language", KINDS)
+@pytest.mark.parametrize(
+    "language", [pytest.param(one, marks=pytest.mark.extended) if one in SLOW else one for one in KINDS]
+)
 def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str) -> None:
     """While the kernel starts, and at each moment of its first steps in a run. Variables stay."""
     kind = KINDS[language]

@@ -12,7 +12,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
@@ -25,10 +24,9 @@ import pytest
 import wire
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import Census, command_lines, take
-from testbed.internet import Internet
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
 from tests.conftest import ONE_RUNTIME
-from tests.stacks import INTERNET
+from tests.stacks import beside
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -167,20 +165,10 @@ class Faulty(Stack):
 
 @pytest.fixture(scope="module", name="faulty")
 def _faulty() -> Iterator[Faulty]:
-    run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-faulty")
-    accounts = {"git": "a:b", "index": "a:b", "api": "c"}
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="sallyport-faulty-") as name:
-        place = Path(name)
-        place.chmod(0o711)
-        patch.setenv("SALLYPORT_HOME", str(place / "home"))
-        patch.setenv("SALLYPORT_RUN_DIR", str(run))
-        with Internet(f"{INTERNET}-faulty", place / "internet", accounts) as internet:
-            try:
-                with Faulty(internet, place / "stack") as stack:
-                    asyncio.run(_warm(stack))
-                    yield stack
-            finally:
-                subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)
+    with beside(Faulty, "faulty") as stack:
+        assert isinstance(stack, Faulty)
+        asyncio.run(_warm(stack))
+        yield stack
 
 
 @pytest.fixture(autouse=True, name="clean")

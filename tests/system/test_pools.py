@@ -26,7 +26,7 @@ from testbed.stack import IMAGE, Stack
 from tests.images import small
 from tests.system.test_create_and_delete import settled, until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 RESOURCE = {"cpu": "1", "memory": "256Mi"}
 
@@ -149,7 +149,6 @@ def logs(stack: Stack, sandbox: str) -> str:
             return str(error)
 
 
-@pytest.mark.images
 def test_a_member_of_a_replaced_image_is_given_to_no_claim(
     stack: Stack, api: Api, runtime: str, tmp_path: Path
 ) -> None:

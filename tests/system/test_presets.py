@@ -28,7 +28,7 @@ from testbed.stack import Stack
 from testbed.stand_ins import Server, served
 from tests.conftest import ONE_RUNTIME
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 TOKEN = f"ghp_{secrets.token_hex(18)}"
 SCOPED = "@bank/tools"

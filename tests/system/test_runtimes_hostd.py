@@ -33,6 +33,7 @@ from testbed.traces import alive, cookie_of
 from tests.conftest import ONE_RUNTIME
 from tests.runtimes.standin import digest
 from tests.runtimes.test_spec import MEMORY, UIDS
+from tests.stacks import scratch
 from tests.system.test_watch_cuts_off import guards
 from vault import keyring
 from wire.api import vaultd
@@ -283,10 +284,10 @@ class Engine:
 def hostd() -> Iterator[Hostd]:
     with (
         tempfile.TemporaryDirectory(prefix=f"sallyport-rt-{os.getpid()}-", dir="/run") as run,
-        tempfile.TemporaryDirectory(prefix="sallyport-rt-", dir="/var/tmp") as data,
+        scratch("rt") as data,
     ):
         os.chmod(run, 0o755)  # noqa: S103 - the container's root reads what lies below
-        host = Hostd(Path(run), Path(data, "docker"), Path(os.environ["SALLYPORT_BASE_IMAGE"]))
+        host = Hostd(Path(run), data / "docker", Path(os.environ["SALLYPORT_BASE_IMAGE"]))
         try:
             host.wait_ready()
             yield host

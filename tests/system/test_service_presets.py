@@ -30,7 +30,7 @@ from tests.conftest import ONE_RUNTIME
 from tests.system import services as stand_ins
 from tests.system.services import CONFIG, REPLY, REPOSITORY, WEIGHTS, Services
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 _PYTHON = f"""
 import json, sys

@@ -38,6 +38,7 @@ from tests.security.layers.suite import (
     Pair,
     Seen,
 )
+from tests.stacks import scratch
 
 GUARD = "upstream-namespace table"
 WORKER_UID = 700001000
@@ -310,9 +311,7 @@ def running(prefix: str) -> Iterator[Matrix]:
     value = secrets.token_urlsafe(40)
     run = f"{os.environ['SALLYPORT_RUN_DIR']}-layers"
     former = {name: os.environ[name] for name in ("SALLYPORT_HOME", "SALLYPORT_RUN_DIR")}
-    with tempfile.TemporaryDirectory(prefix="sallyport-layers-") as name:
-        place = Path(name)
-        place.chmod(0o711)
+    with scratch("layers") as place:
         os.environ |= {"SALLYPORT_HOME": str(place / "home"), "SALLYPORT_RUN_DIR": run}
         try:
             accounts = {"git": "a:b", "index": "a:b", "api": value}
