@@ -26,6 +26,8 @@ from testbed.stack import IMAGE, Stack, code_image
 from wire.api.hostd import Configure
 
 INTERNET = PREFIX
+MEMORY, DISK = "/dev/shm", "/var/tmp"
+"""Places of a server's files. In memory Docker takes a third of the processor time to import an image."""
 
 
 class WithCode(Stack):
@@ -94,24 +96,21 @@ def put_secrets(stack: Stack, values: Secrets) -> None:
 
 
 @contextmanager
-def scratch(name: str) -> Iterator[Path]:
-    """Make a directory that other users can enter, for one server and its Docker data.
-
-    It is in memory: there Docker takes a third of the processor time to import an image.
-    """
-    with tempfile.TemporaryDirectory(prefix=f"sallyport-{name}-", dir="/dev/shm") as directory:
+def scratch(name: str, below: str = MEMORY) -> Iterator[Path]:
+    """Make a directory that other users can enter, for one server and its Docker data."""
+    with tempfile.TemporaryDirectory(prefix=f"sallyport-{name}-", dir=below) as directory:
         place = Path(directory)
         place.chmod(0o711)
         yield place
 
 
 @contextmanager
-def beside(kind: type[Stack], name: str, values: Secrets | None = None) -> Iterator[Stack]:
+def beside(kind: type[Stack], name: str, values: Secrets | None = None, below: str = MEMORY) -> Iterator[Stack]:
     """Run a server of `kind` beside the session's. The upstream servers accept `values`."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
     far = values or Secrets(git="a:b", index="a:b", api="c")
     accounts = {"git": far.git, "index": far.index, "api": far.api}
-    with scratch(name) as place, pytest.MonkeyPatch.context() as monkeypatch:
+    with scratch(name, below) as place, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
         with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:

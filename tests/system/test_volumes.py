@@ -25,7 +25,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.census import daemons, take
 from testbed.stack import Stack, StackError
 from tests.conftest import ONE_RUNTIME
-from tests.stacks import beside
+from tests.stacks import DISK, beside
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -53,7 +53,7 @@ class WithVolumes(Stack):
 
 @pytest.fixture(scope="module", name="stack")
 def _stack() -> Iterator[WithVolumes]:
-    with beside(WithVolumes, "volumes") as stack:
+    with beside(WithVolumes, "volumes", below=DISK) as stack:  # no path of a kernel's file system is for sandboxes
         assert isinstance(stack, WithVolumes)
         yield stack
         assert [] == volumes(stack)
