@@ -340,6 +340,8 @@ class Observer:
         def change(row: Sandbox) -> Sandbox:
             if row.state not in _SETTLED or row.changed_at >= began or (row.state, row.reason) == (state, reason):
                 return row
+            if (row.reason, reason) == ("OOM", "CONTAINER_EXITED_ERROR"):  # Docker keeps only its last events
+                return row
             if changing and row.state is not state and state in _LIVE:
                 return row
             return row.moved(state, reason, message, now)

@@ -23,6 +23,7 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
+_KILLED = 137  # by SIGKILL
+_LATE_SECONDS = 1.0  # between the end of a container and the last event about it
 _READING_THREADS = 2  # an output can have megabytes, and must not delay the others
 _LOADING_THREADS = 2  # a layer can have gigabytes
 _RUNNING = "running"
@@ -580,14 +583,31 @@ class Docker:
                 return None
             raise
         state = found["State"]
+        killed = state["Status"] in ("exited", "dead") and int(state["ExitCode"]) == _KILLED
         return ContainerState(
             status=str(state["Status"]),
             exit_code=int(state["ExitCode"]),
-            oom=bool(state["OOMKilled"]),
+            oom=bool(state["OOMKilled"]) or (killed and await self._reached_memory(container, state["FinishedAt"])),
             pid=int(state["Pid"]),
             started_at=str(state["StartedAt"]),
             error=str(state["Error"])[:500],
         )
+
+    async def _reached_memory(self, container: str, finished: str) -> bool:
+        """Return whether Docker has an event of the container's memory limit.
+
+        containerd reports the limit and the end in any order. The state has only a limit that was reported first.
+        """
+        until = datetime.fromisoformat(finished).timestamp() + _LATE_SECONDS
+
+        def reached() -> bool:
+            filters = {"container": container, "event": "oom"}
+            with contextlib.closing(
+                self._api.events(since=0, until=f"{until:.3f}", filters=filters, decode=True)
+            ) as events:
+                return any(True for _ in events)
+
+        return bool(await self._look(f"the memory of {container}", reached))
 
     async def output(
         self, container: str, query: LogTail, own: Mapping[str, str], more: Mapping[str, str], seconds: float

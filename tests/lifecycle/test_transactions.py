@@ -329,6 +329,9 @@ async def test_an_ended_entrypoint_is_shown(server: World) -> None:
             await server.server.observer.observe()
             status = (await client.get(f"/v1/sandboxes/{name}")).json()["status"]
             assert expected == (status["state"], status["reason"])
+        server.hostd.change(name, oom=False)  # Docker has forgotten the event
+        await server.server.observer.observe()
+        assert status == (await client.get(f"/v1/sandboxes/{name}")).json()["status"]
 
 
 async def test_creations_are_bounded() -> None:

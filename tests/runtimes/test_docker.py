@@ -7,9 +7,11 @@ import socketserver
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -29,6 +31,8 @@ class Daemon(socketserver.ThreadingUnixStreamServer):
         super().__init__(str(path), _Handler)
         self.containers = containers
         self.asked: Counter[str] = Counter()
+        self.state = STATE
+        self.events: dict[str, list[dict[str, Any]]] = {}
         self.frozen = False
         self.release = threading.Event()
 
@@ -48,8 +52,17 @@ class _Handler(BaseHTTPRequestHandler):
         if (name is not None and name[1] == "stuck") or daemon.frozen:
             daemon.release.wait()
         answers: dict[str, Any] = {"version": {"ApiVersion": "1.41"}, "containers/json": daemon.containers}
-        found = next((value for key, value in answers.items() if key in self.path), {"State": STATE})
+        found = next((value for key, value in answers.items() if key in self.path), {"State": daemon.state})
         body = json.dumps(found).encode()
+        if "/events?" in self.path:
+            query = parse_qs(urlsplit(self.path).query)
+            [container], [action] = (json.loads(query["filters"][0])[key] for key in ("container", "event"))
+            daemon.asked["events"] += 1
+            body = b"".join(
+                json.dumps(one).encode()
+                for one in daemon.events.get(container, [])
+                if one["Action"] == action and float(query["since"][0]) <= one["at"] <= float(query["until"][0])
+            )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -67,6 +80,40 @@ def _daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon.shutdown()
     thread.join()
     daemon.server_close()
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds", "oom", "asked"),
+    [
+        ({}, 0.1, True, 1),
+        ({}, 0.9, True, 1),
+        ({}, 1.1, False, 1),
+        ({}, None, False, 1),
+        ({"OOMKilled": True}, None, True, 0),
+        ({"ExitCode": 1}, 0.1, False, 0),
+        ({"Status": "running"}, 0.1, False, 0),
+    ],
+)
+async def test_the_memory_limit_is_known_though_it_is_reported_after_the_end(
+    daemon: Daemon, change: dict[str, Any], seconds: float | None, oom: bool, asked: int
+) -> None:
+    finished = datetime(2026, 1, 2, 3, 4, 5, 250_000, UTC)
+    daemon.state = (
+        STATE | {"Status": "exited", "ExitCode": 137, "FinishedAt": "2026-01-02T03:04:05.250000001Z"} | change
+    )
+    ends = finished.timestamp()
+    daemon.events["other"] = [{"Action": "oom", "at": ends}]
+    daemon.events["own"] = [{"Action": "die", "at": ends}]
+    if seconds is not None:
+        daemon.events["own"].append({"Action": "oom", "at": ends + seconds})
+    docker = Docker(str(daemon.server_address))
+    try:
+        state = await docker.state("own")
+    finally:
+        docker.close()
+
+    assert state is not None
+    assert (oom, asked) == (state.oom, daemon.asked["events"])
 
 
 async def test_a_container_that_docker_cannot_inspect_delays_no_other(
