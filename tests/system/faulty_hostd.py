@@ -6,12 +6,14 @@ label, and `digest` the policy that a sandbox's worker reports. The steps are fo
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import wire
@@ -52,7 +54,7 @@ _WHOLE = frozenset(
 @dataclass
 class Fault:
     """A fault at step `number` (from 0; -1: none): refused, unanswered (done, but an error), killed-before,
-    killed-after.
+    killed-after, docker-killed (dockerd is killed before the step).
     """
 
     number: int
@@ -86,8 +88,16 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_docker() -> None:
+    config = json.loads(Path(sys.argv[1]).read_text())
+    os.kill(int(Path(config["run_dir"], "docker.pid").read_text()), signal.SIGKILL)
+
+
 def _stepped(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     async def slowly(fault: Fault, arguments: Any, options: Any) -> Any:
+        if fault.mode == "docker-killed":
+            _kill_docker()
+            return await work(*arguments, **options)
         if fault.mode == "killed-before":
             _kill()
         if fault.mode == "refused":
@@ -105,6 +115,9 @@ def _stepped(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
             return work(*arguments, **options)
         if asyncio.iscoroutinefunction(work):
             return slowly(fault, arguments, options)
+        if fault.mode == "docker-killed":
+            _kill_docker()
+            return work(*arguments, **options)
         if fault.mode == "killed-before":
             _kill()
         if fault.mode == "refused":

@@ -211,6 +211,14 @@ async def deleted(http: httpx.AsyncClient, name: str) -> None:
     assert (await http.delete(f"/sandboxes/{name}")).status_code in (204, 404)
 
 
+async def _deleted_at_last(http: httpx.AsyncClient, name: str) -> None:
+    """Remove a sandbox, as soon as dockerd is back."""
+    deadline = time.monotonic() + PATIENCE
+    while (answer := await http.delete(f"/sandboxes/{name}")).status_code not in (204, 404):
+        assert time.monotonic() < deadline, answer.text
+        await asyncio.sleep(0.2)
+
+
 async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
     gate = asyncio.Semaphore(PARALLEL)
 
@@ -429,11 +437,62 @@ async def test_a_claim_that_is_killed_at_any_step_is_whole_or_leaves_nothing(vic
     assert [] == faulty.wrong(before)
 
 
-async def _only_member(http: httpx.AsyncClient, faulty: Faulty) -> str:
-    """Wait until the pool has its idle member, and there is nothing else."""
+@pytest.mark.parametrize(
+    "op", ["launch", *(pytest.param(op, marks=pytest.mark.extended) for op in ("remove", "claim"))]
+)
+async def test_after_a_death_of_dockerd_at_any_step_an_operation_is_whole_or_leaves_nothing(
+    op: str, faulty: Faulty
+) -> None:
+    """dockerd is killed before a step; the operation goes on. What has begun before works on."""
+    before = take(faulty)
+    async with faulty.client() as http:
+        kept = await made(http)
+        if op == "claim":
+            assert 201 == (await http.post("/pools", json=POOL)).status_code
+
+        async def operated(number: int, mode: str) -> tuple[httpx.Response, list[str]]:
+            """Do the operation with its fault, and remove what it made. Return the answer and the steps."""
+            label = f"docker-{op}-{number}"
+            if op == "launch":
+                answer = await http.post("/sandboxes", json=body(fault=f"{label}:{number}:{mode}"))
+                name = answer.json().get("id")
+            elif op == "remove":
+                name = await made(http)
+                faulty.hook("fault", sandbox=name, label=label, of=op, number=number, mode=mode)
+                answer = await http.delete(f"/sandboxes/{name}")
+            else:
+                member = await _only_member(http, faulty, kept)
+                faulty.hook("fault", sandbox=member, label=label, of=op, number=number, mode=mode)
+                claim = {"extensions": {"poolRef": "p"}, "networkPolicy": OLD, "entrypoint": IDLE, "timeout": 3600}
+                answer = await http.post("/sandboxes", json=claim)
+                name = answer.json().get("id")
+            seen = faulty.hook("faulted", label=label)
+            assert seen["fired"] is (number >= 0)
+            if answer.is_success and op != "remove":
+                assert json.loads(faulty.rows()[name]["network_policy"]) == OLD
+            assert answer.is_success or answer.status_code >= 500, answer.text
+            if name is not None:
+                await _deleted_at_last(http, name)
+            return answer, seen["seen"]
+
+        answer, steps = await operated(-1, "none")
+        assert answer.is_success
+        asked = [number for number, step in enumerate(steps) if step.startswith("Docker.")] or range(len(steps))
+        for number in asked:
+            await operated(number, "docker-killed")
+            assert [] == faulty.wrong(), steps[number]
+            assert faulty.rows()[kept]["state"] == "Running"
+        if op == "claim":
+            assert 204 == (await http.delete("/pools/p")).status_code
+        await deleted(http, kept)
+    assert [] == faulty.wrong(before)
+
+
+async def _only_member(http: httpx.AsyncClient, faulty: Faulty, *others: str) -> str:
+    """Wait until the pool has its idle member, and there is nothing else but `others`."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        rows = faulty.rows()
+        rows = {name: row for name, row in faulty.rows().items() if name not in others}
         idle = [name for name, row in rows.items() if row["idle"] and row["state"] == "Running"]
         if len(rows) == len(idle) == 1:
             return idle[0]
