@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import posixpath
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -594,17 +595,18 @@ class Docker:
         )
 
     async def _reached_memory(self, container: str, finished: str) -> bool:
-        """Return whether Docker has an event of the container's memory limit.
+        """Return whether Docker has an event of the container's memory limit. Waits for a late one at most a second.
 
         containerd reports the limit and the end in any order. The state has only a limit that was reported first.
         """
-        until = datetime.fromisoformat(finished).timestamp() + _LATE_SECONDS
+        late = datetime.fromisoformat(finished).timestamp() + _LATE_SECONDS
+        # Here and not in Docker, which would keep a thread. The clock may have been set back since the end.
+        await asyncio.sleep(min(max(late - time.time(), 0.0), _LATE_SECONDS))
 
         def reached() -> bool:
             filters = {"container": container, "event": "oom"}
-            with contextlib.closing(
-                self._api.events(since=0, until=f"{until:.3f}", filters=filters, decode=True)
-            ) as events:
+            events = self._api.events(since=0, until=f"{time.time():.3f}", filters=filters, decode=True)
+            with contextlib.closing(events):
                 return any(True for _ in events)
 
         return bool(await self._look(f"the memory of {container}", reached))

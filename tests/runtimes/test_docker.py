@@ -5,6 +5,7 @@ import json
 import re
 import socketserver
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -61,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"".join(
                 json.dumps(one).encode()
                 for one in daemon.events.get(container, [])
-                if one["Action"] == action and float(query["since"][0]) <= one["at"] <= float(query["until"][0])
+                if one["Action"] == action and float(query["since"][0]) <= float(query["until"][0]) <= time.time()
             )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -82,38 +83,56 @@ def _daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon.server_close()
 
 
+def ended(seconds: float, **changes: Any) -> dict[str, Any]:
+    """Return the state of a container that was killed `seconds` ago."""
+    finished = datetime.fromtimestamp(time.time() - seconds, UTC)
+    return STATE | {"Status": "exited", "ExitCode": 137, "FinishedAt": f"{finished:%Y-%m-%dT%H:%M:%S.%f}123Z"} | changes
+
+
+OOM, DIE = {"Action": "oom"}, {"Action": "die"}
+
+
 @pytest.mark.parametrize(
-    ("change", "seconds", "oom", "asked"),
+    ("state", "events", "oom", "asked"),
     [
-        ({}, 0.1, True, 1),
-        ({}, 0.9, True, 1),
-        ({}, 1.1, False, 1),
-        ({}, None, False, 1),
-        ({"OOMKilled": True}, None, True, 0),
-        ({"ExitCode": 1}, 0.1, False, 0),
-        ({"Status": "running"}, 0.1, False, 0),
+        (ended(60), [DIE, OOM], True, 1),
+        (ended(60), [DIE], False, 1),
+        (ended(-3600), [DIE, OOM], True, 1),  # the clock was set back
+        (ended(-3600), [DIE], False, 1),
+        (ended(60, FinishedAt="2026-01-02T03:04:05Z"), [DIE, OOM], True, 1),
+        (ended(60, Status="dead"), [OOM], True, 1),
+        (ended(60, OOMKilled=True), [], True, 0),
+        (ended(60, ExitCode=1), [OOM], False, 0),
+        (ended(60, Status="running"), [OOM], False, 0),
     ],
 )
 async def test_the_memory_limit_is_known_though_it_is_reported_after_the_end(
-    daemon: Daemon, change: dict[str, Any], seconds: float | None, oom: bool, asked: int
+    daemon: Daemon, state: dict[str, Any], events: list[dict[str, Any]], oom: bool, asked: int
 ) -> None:
-    finished = datetime(2026, 1, 2, 3, 4, 5, 250_000, UTC)
-    daemon.state = (
-        STATE | {"Status": "exited", "ExitCode": 137, "FinishedAt": "2026-01-02T03:04:05.250000001Z"} | change
-    )
-    ends = finished.timestamp()
-    daemon.events["other"] = [{"Action": "oom", "at": ends}]
-    daemon.events["own"] = [{"Action": "die", "at": ends}]
-    if seconds is not None:
-        daemon.events["own"].append({"Action": "oom", "at": ends + seconds})
+    daemon.state, daemon.events = state, {"other": [OOM], "own": events}
     docker = Docker(str(daemon.server_address))
     try:
-        state = await docker.state("own")
+        found = await docker.state("own")
     finally:
         docker.close()
 
-    assert state is not None
-    assert (oom, asked) == (state.oom, daemon.asked["events"])
+    assert found is not None
+    assert (oom, asked) == (found.oom, daemon.asked["events"])
+
+
+async def test_a_late_report_of_the_memory_limit_is_awaited_and_delays_no_other_look(daemon: Daemon) -> None:
+    """Many containers end at once. The wait of each holds no thread that other looks need."""
+    docker = Docker(str(daemon.server_address))
+    try:
+        daemon.state = ended(0)
+        looks = [asyncio.create_task(docker.state(f"ended-{number}")) for number in range(20)]
+        await asyncio.sleep(0.2)
+        assert frozenset() == await asyncio.wait_for(docker.running(), 0.5)
+        assert 0 == daemon.asked["events"]
+        daemon.events = {f"ended-{number}": [DIE, OOM] for number in range(20)}
+        assert [True] * 20 == [state is not None and state.oom for state in await asyncio.gather(*looks)]
+    finally:
+        docker.close()
 
 
 async def test_a_container_that_docker_cannot_inspect_delays_no_other(
