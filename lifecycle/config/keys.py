@@ -425,7 +425,9 @@ class SettingsModel(BaseModel):
     )
     sallyport_state_dir: AbsolutePath = _key("sallyport.state_dir", "/var/lib/sallyport/state", "what survives")
     sallyport_run_dir: AbsolutePath = _key(
-        "sallyport.run_dir", "/run/sallyport", "what lives as long as the server; at most 60 characters"
+        "sallyport.run_dir",
+        "/run/sallyport",
+        "what lives as long as the server; at most 60 characters, not below /dev or /proc",
     )
     sallyport_database_dsn: Dsn | None = _key(
         "sallyport.database.dsn",

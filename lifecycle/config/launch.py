@@ -430,6 +430,8 @@ def write_all(settings: Settings, keys: tuple[str, ...]) -> Path:
             check_readable(path)
     if len(str(settings.run_dir)) > 60:
         raise SettingsError("sallyport.run_dir is too long for unix sockets (60 characters at most)")
+    if (place := Path(os.path.realpath(settings.run_dir))).is_relative_to("/dev") or place.is_relative_to("/proc"):
+        raise SettingsError("sallyport.run_dir is below /dev or /proc, which a container's start hides: use /run")
     directory = settings.run_dir / "launch"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)

@@ -1,7 +1,7 @@
 """Containers and images, through Docker. The only module that uses the docker package.
 
 - Its blocking calls run in a pool of a few threads; each has a time limit. `image`, with which a launch begins, waits
-  for a Docker that is being restarted.
+  for a Docker that is being restarted, and so do `ours` and `remove`, with which a removal ends.
 - A container gets no network, only the capabilities of a fixed list, no way to gain privileges, limits, no restarts,
   and only binds of Sallyport and its volumes. From the image it takes only user, work directory and environment.
 - An image is refused if Docker could not read its user files (`/etc/passwd`, `/etc/group`) to their end, because then
@@ -47,6 +47,7 @@ _THREADS = 8
 _TIMEOUT = 60
 _IMPORT_TIMEOUT = 600
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
+_REMOVAL_SECONDS = 10.0
 _LOOKING_THREADS, _LOOK_SECONDS = 4, 5.0
 _KILLED = 137  # by SIGKILL
 _LATE_SECONDS = 1.0  # between the end of a container and the last event about it
@@ -76,6 +77,10 @@ def container_name(sandbox: str) -> str:
 
 class DockerError(Exception):
     """Docker refused or did not answer."""
+
+
+class DockerAway(DockerError):
+    """Docker did not answer: it has ended, is being restarted, or took too long."""
 
 
 class UnknownImage(DockerError):
@@ -268,7 +273,7 @@ class Docker:
                 raise DockerError(str(error.explanation or error)[:500]) from error
             except self._broken as error:
                 if loop.time() >= until:
-                    raise DockerError(f"docker: {type(error).__name__}") from error
+                    raise DockerAway(f"docker: {type(error).__name__}") from error
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def version(self) -> dict[str, Any]:
@@ -692,17 +697,20 @@ class Docker:
         return frozenset(str(item["Id"]) for item in found)
 
     async def remove(self, container: str) -> None:
-        """Kill and remove a container, if it exists, and its anonymous volumes."""
+        """Kill and remove a container, if it exists, and its anonymous volumes; wait for a Docker that is restarted."""
         try:
-            await self._run(lambda: self._api.remove_container(container, force=True, v=True))
+            await self._run(lambda: self._api.remove_container(container, force=True, v=True), _REMOVAL_SECONDS)
         except DockerError as error:
             if not isinstance(error.__cause__, self._errors.NotFound):
                 raise
 
     async def ours(self, sandbox: str | None = None) -> tuple[tuple[str, str], ...]:
-        """Return (container id, sandbox id) of this server's containers in any state."""
+        """Return (container id, sandbox id) of this server's containers in any state.
+
+        Waits for a Docker that is being restarted.
+        """
         labels = [LABEL if sandbox is None else f"{LABEL}={sandbox}", f"{INSTANCE_LABEL}={self._instance}"]
-        found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}))
+        found = await self._run(lambda: self._api.containers(all=True, filters={"label": labels}), _REMOVAL_SECONDS)
         ours = ((str(item["Id"]), str(item["Labels"][LABEL]), item.get("Names")) for item in found)
         # A container that is being removed may have no name any more.
         return tuple((ident, name) for ident, name, names in ours if not names or f"/{container_name(name)}" in names)

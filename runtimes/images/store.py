@@ -22,7 +22,7 @@ from typing import Final
 
 import wire
 from runtimes.daemons import Daemons
-from runtimes.engine.docker import Docker, DockerError, LocalImage, UnknownImage
+from runtimes.engine.docker import Docker, DockerAway, DockerError, LocalImage, UnknownImage
 from runtimes.images.catalogue import MOST_ENTRIES, MOST_NAMES, Catalogue, CatalogueEntry, CatalogueFile, Leaving
 from runtimes.images.jail import Task
 from runtimes.images.references import Pattern, Reference
@@ -42,6 +42,9 @@ from wire.api.hostd import (
 from wire.api.vaultd import WriteLogin
 
 _MOST_WAITING: Final = 8
+_FREE_SECONDS: Final = 1.0
+_MOST_FREE_SECONDS: Final = 60.0
+"""Between two attempts to remove images while Docker does not answer: the pause doubles."""
 _RECORD_SECONDS: Final = 10.0
 _LISTED: Final = 100
 _CONFIGURED: Final = "the settings"
@@ -406,8 +409,10 @@ class ImageStore:
                 await self._write(self._catalogue.with_entry(entry.model_copy(update={"aliases": kept})))
                 return RemovedImage((Reference.parse(alias).familiar,), (), False)
             await self._write(self._catalogue.without(entry))
-            with contextlib.suppress(DockerError):
+            try:
                 await self._free()
+            except DockerAway:
+                self.free()
             sandboxes = await self._users(entry.id)
             freed = entry.id not in self._catalogue.needed() and all(
                 one.id != entry.id for one in self._catalogue.leaving
@@ -431,22 +436,38 @@ class ImageStore:
             self._again = True
 
     async def _free_later(self) -> None:
+        """Free images until nothing is left that only waits for Docker."""
+        pause = _FREE_SECONDS
         while True:
             self._again = False
             try:
                 async with self._changing:
                     await self._free()
-            except (DockerError, OSError) as error:
+            except (DockerAway, wire.RequestError) as error:
                 _log.warning("images stay for now: %s", error)
-            if not self._again:
-                return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _MOST_FREE_SECONDS)
+            else:
+                if not self._again:
+                    return
 
     async def _free(self) -> None:
+        """Remove what no container and no other image needs.
+
+        Raises:
+            DockerAway: Docker did not answer. What is left stays in the list of what is to be removed.
+            wire.RequestError: the list cannot be written.
+        """
         kept = []
         for one in self._catalogue.leaving:
-            if one.id in self._catalogue.needed():
-                await self._untag(one, self._needed_tags())
-            elif not await self._freed(one):
+            try:
+                gone = await self._freed(one)
+            except DockerAway:
+                raise
+            except DockerError as error:
+                _log.info("an image stays for now: %s", error)
+                gone = False
+            if not gone:
                 kept.append(one)
         await self._write(Catalogue(self._catalogue.entries, tuple(kept)))
 
@@ -461,18 +482,19 @@ class ImageStore:
                     await self._docker.remove_image(tag)
 
     async def _freed(self, image: Leaving) -> bool:
-        """Remove an image that is not in the list; return whether nothing is left to do."""
-        try:
+        """Remove an image that is not in the list, or its tags that the list does not need.
+
+        Return whether nothing is left to do.
+        """
+        if image.id in self._catalogue.needed():
+            await self._untag(image, self._needed_tags())
+            return True
+        with contextlib.suppress(UnknownImage):
             if await self._docker.users_of(image.id):
                 return False
             await self._untag(image, frozenset())
             if not (await self._docker.image_facts(image.id)).tags:  # others' tags stay, and the image with them
                 await self._docker.remove_image(image.id)
-        except UnknownImage:
-            return True
-        except DockerError as error:
-            _log.info("an image stays for now: %s", error)
-            return False
         return True
 
     async def _write(self, catalogue: Catalogue) -> None:

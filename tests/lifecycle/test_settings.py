@@ -254,6 +254,17 @@ def test_files_are_what_the_daemons_read(short: Path, capsys: pytest.CaptureFixt
         assert key not in path.read_text() or path.name == "api-key"
 
 
+@pytest.mark.parametrize("place", ["/dev/shm/run", "/proc/1", "link/run"])
+def test_a_run_directory_that_a_containers_start_hides_is_refused(
+    place: str, short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (short / "link").symlink_to("/dev/shm")
+    config = short / "settings.toml"
+    config.write_text(f'[sallyport]\nstate_dir = "{short}/state"\nrun_dir = "{short / place}"\n')
+    assert 0 != cli.main(["--config", str(config), "serve", "--write-only"])
+    assert "run_dir is below /dev or /proc" in capsys.readouterr().err
+
+
 BACKENDS = """
 [sallyport.vault]
 environment = ["A"]

@@ -1,8 +1,9 @@
 """The real hostd, with a fault at any function of a launch, removal or restart that a test selects.
 
 The variable FAULT (`label:number:mode`) of a sandbox's environment gives a launch its fault. The operation `fault`
-gives one to the removal, the change or the restart of a sandbox. `faulted` returns the steps that were seen under a
-label, and `digest` the policy that a sandbox's worker reports. The steps are found by wrapping, not listed.
+gives one to the removal, the change or the restart of a sandbox, or to the addition or removal of an image. `faulted`
+returns the steps that were seen under a label, and `digest` the policy that a sandbox's worker reports. The steps are
+found by wrapping, not listed.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from runtimes import hostd, sandboxes, workers
 from runtimes.daemons import Daemons
 from runtimes.engine import containers
 from runtimes.engine.docker import Docker, DockerError
+from runtimes.images.store import ImageStore
 from runtimes.net import netns, slot_pool, slots
 from runtimes.process import supervisor
 from runtimes.process.cgroups import Cgroups
@@ -195,6 +197,9 @@ def _install() -> None:
     cls.resume = _with_fault("resume", cls.resume, str)
     cls.configure = _inside("claim", _with_fault("configure", cls.configure, str), cls.configure)
     cls.claim = _with_fault("claim", cls.claim, str)
+    images: Any = ImageStore
+    images.add = _with_fault("image-add", images.add, lambda request: request.names[0])
+    images.remove = _with_fault("image-remove", images.remove, str)
     cls._respawn = _with_fault("respawn", cls._respawn, lambda sandbox: sandbox.id)
     handle: Any = hostd.Host.handle
 
