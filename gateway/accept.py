@@ -41,8 +41,8 @@ from gateway.startup import denial as postgres_denial
 from gateway.state import WorkerState
 from gateway.tls.contexts import POSTGRES
 from gateway.tls.hello import Hello, NeedMore, NoSni, NotTls, Refused, RequestHead, read_head, read_hello
-from gateway.upstream import DialError, UpstreamConnection, UpstreamDialler, judge, literal
-from policy.decision import AllowAddress, AllowFlow, Deny, Treatment, decide_flow
+from gateway.upstream import DialError, UpstreamConnection, UpstreamDialler, judge, judge_flow, literal
+from policy.decision import AllowAddress, AllowFlow, Deny, Treatment
 from policy.facts import FlowFacts, Scheme
 from policy.sessions import session_ports
 from wire.patience import Patience
@@ -278,7 +278,7 @@ class Acceptor:
 
     def _has_sessions(self, host: str, port: int) -> bool:
         """Whether policy has database sessions with this host and port. Otherwise ALPN changes nothing."""
-        return isinstance(decide_flow(self._active().policy, FlowFacts(host, port, Scheme.POSTGRES)), AllowFlow)
+        return isinstance(judge_flow(self._active(), FlowFacts(host, port, Scheme.POSTGRES)), AllowFlow)
 
     async def _inspect(
         self, client: _Client, live: LiveFlow, data: bytes, facts: FlowFacts, decision: AllowFlow, hello: Hello | None
@@ -390,7 +390,7 @@ class Acceptor:
 
     def _decide(self, config: GatewayConfig, facts: FlowFacts) -> AllowFlow | Deny:
         """Judge a flow. The name of an allowed flow has the same bounds as the name of a DNS query."""
-        decision = decide_flow(config.policy, facts)
+        decision = judge_flow(config, facts)
         if isinstance(decision, Deny):
             return decision
         return self._bounded(facts.host) or decision
@@ -403,7 +403,7 @@ class Acceptor:
 
     def _same_treatment(self, facts: FlowFacts, treatment: Treatment) -> Callable[[], bool]:
         def still() -> bool:
-            decision = decide_flow(self._active().policy, facts)
+            decision = judge_flow(self._active(), facts)
             return isinstance(decision, AllowFlow) and decision.treatment is treatment
 
         return still

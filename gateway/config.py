@@ -7,14 +7,18 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from gateway.dns.queries import Upstream
 from gateway.placeholders import NONE, Placeholders
 from policy import placeholders
 from policy.compiled import CompiledPolicy
+from policy.decision import AllowAddress, AllowFlow, Deny, decide_flow
+from policy.destination import decide_address
+from policy.facts import Destination, FlowFacts
 from policy.names import InvalidName, canonical_host
 from wire.api.worker import Configure
 from wire.api.zygote import Prepare
@@ -23,6 +27,8 @@ from wire.errors import ConfigError
 from wire.gateway_limits import GatewayLimits
 
 _MAX_LIST = 256
+_KEPT = 256
+"""Decisions about flows that are kept, and decisions about addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class GatewayConfig:
         seed: of the sandbox's placeholders. A policy with placeholders needs one (ValueError).
         resolved: the policy, with the placeholders of this sandbox.
         known: the placeholders of this sandbox.
+        flow, address: the decisions of the policy, the second one with the operator's exceptions. They depend on
+            their argument only, so the last ones are kept.
     """
 
     sandbox: str
@@ -77,10 +85,24 @@ class GatewayConfig:
     seed: str = field(default="", repr=False)
     resolved: CompiledPolicy = field(init=False, compare=False, repr=False)
     known: Placeholders = field(init=False, compare=False, default=NONE)
+    flow: Callable[[FlowFacts], AllowFlow | Deny] = field(init=False, compare=False, repr=False)
+    address: Callable[[Destination], AllowAddress | Deny] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "resolved", placeholders.resolve(self.policy, self.seed))
         object.__setattr__(self, "known", Placeholders(placeholders.known(self.policy, self.seed)))
+        policy, exceptions = self.policy, self.constants.allowed_addresses
+
+        @lru_cache(maxsize=_KEPT)
+        def flow(facts: FlowFacts) -> AllowFlow | Deny:
+            return decide_flow(policy, facts)
+
+        @lru_cache(maxsize=_KEPT)
+        def address(destination: Destination) -> AllowAddress | Deny:
+            return decide_address(policy, destination, exceptions)
+
+        object.__setattr__(self, "flow", flow)
+        object.__setattr__(self, "address", address)
 
     @classmethod
     def of(cls, request: Configure, constants: WorkerConstants) -> "GatewayConfig":

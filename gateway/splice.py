@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 _CHUNK = 1 << 16
+_TURN = 8
+"""Chunks that one direction relays before other flows have their turn."""
 _NOWHERE = struct.pack("H14x", socket.AF_UNSPEC)
 _libc = ctypes.CDLL(None)
 
@@ -67,92 +69,211 @@ async def relay(
         chunk: the largest number of bytes buffered per direction.
         moving: while it is not set, no byte is sent to either socket; None means that it always is.
     """
-    loop = asyncio.get_running_loop()
-    traffic.moved = loop.time()
-
-    async def up() -> None:
-        data = first or await loop.sock_recv(inner, chunk)
-        while data:
-            if may_send is not None and not may_send(len(data)):
-                raise _OverError
-            left = memoryview(data)
-            while left:
-                if moving is not None:
-                    await moving.wait()
-                sent = await _send(outer, left)
-                traffic.moved = loop.time()
-                traffic.up += sent
-                left = left[sent:]
-            data = await loop.sock_recv(inner, chunk)
-        outer.shutdown(socket.SHUT_WR)
-
-    async def down() -> None:
-        while data := await loop.sock_recv(outer, chunk):
-            left = memoryview(data)
-            while left:
-                if moving is not None:
-                    await moving.wait()
-                sent = await _send(inner, left)
-                traffic.moved = loop.time()
-                traffic.down += sent
-                left = left[sent:]
-        inner.shutdown(socket.SHUT_WR)
-
-    async def watch(seconds: float) -> None:
-        left = seconds
-        while left > 0:
-            await asyncio.sleep(left)
-            left = traffic.moved + seconds - loop.time()
-        raise _IdleError
-
     try:
-        async with asyncio.timeout(total), asyncio.TaskGroup() as group:
-            watcher = group.create_task(watch(idle)) if idle is not None else None
-            pumps = [group.create_task(up()), group.create_task(down())]
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
-            if watcher is not None:
-                watcher.cancel()
-    except TimeoutError:
+        return await _Pair(inner, outer, traffic, may_send, chunk, moving).run(first, idle, total)
+    except Exception as error:
         reset(inner, outer)
-        return End.TOTAL
-    except BaseExceptionGroup as group_error:
-        reset(inner, outer)
-        if group_error.subgroup(_IdleError) is not None:
-            return End.IDLE
-        if group_error.subgroup(_OverError) is not None:
-            return End.LIMITS
-        if group_error.subgroup(OSError) is not None:
+        if isinstance(error, _Ended):
+            return error.end
+        if isinstance(error, OSError):
             return End.RESET
         raise
-    return End.CLOSED
 
 
-async def _send(sock: socket.socket, data: memoryview) -> int:
-    """Wait until the kernel accepts some of `data`; return the number of accepted bytes."""
-    loop = asyncio.get_running_loop()
-    while True:
+class _Ended(Exception):
+    """A limit ends the relay."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+
+
+class _Pair:
+    """Two directions, their time and their end. The loop calls them when a socket is ready; they have no tasks."""
+
+    def __init__(
+        self,
+        inner: socket.socket,
+        outer: socket.socket,
+        traffic: Traffic,
+        may_send: Callable[[int], bool] | None,
+        chunk: int,
+        moving: asyncio.Event | None,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.chunk = chunk
+        self.over: asyncio.Future[None] = self.loop.create_future()
+        self._traffic = traffic
+        self._moving = moving
+        self._ways = (
+            _Way(self, inner, outer, self._sent_up, may_send),
+            _Way(self, outer, inner, self._sent_down, None),
+        )
+        self._resting: asyncio.Task[None] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._total: asyncio.TimerHandle | None = None
+
+    async def run(self, first: bytes, idle: float | None, total: float | None) -> End:
+        """Relay until both directions have ended.
+
+        Raises:
+            _Ended: a limit was reached.
+            OSError: a side has failed.
+        """
+        self._traffic.moved = self.loop.time()
+        if idle is not None:
+            self._idle = self.loop.call_later(idle, self._watch, idle)
+        if total is not None:
+            self._total = self.loop.call_later(total, self.fail, _Ended(End.TOTAL))
+        up, down = self._ways
         try:
-            return sock.send(data)
+            up.begin(first)
+            down.begin(b"")
+            await self.over
+        finally:
+            for timer in (self._idle, self._total, self._resting):
+                if timer is not None:
+                    timer.cancel()
+            self._stop()
+        return End.CLOSED
+
+    def rests(self) -> bool:
+        """Return whether nothing may be sent now. If so, both directions go on when it may."""
+        if self._moving is None or self._moving.is_set():
+            return False
+        if self._resting is None:
+            self._stop()
+            self._resting = self.loop.create_task(self._rest(self._moving), name="relay-rests")
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End the relay at once."""
+        self._stop()
+        if not self.over.done():
+            self.over.set_exception(error)
+
+    def ended(self) -> None:
+        """End the relay if both directions have ended."""
+        if all(way.ended for way in self._ways) and not self.over.done():
+            self.over.set_result(None)
+
+    async def _rest(self, moving: asyncio.Event) -> None:
+        await moving.wait()
+        self._resting = None
+        for way in self._ways:
+            way.go_on()
+
+    def _stop(self) -> None:
+        for way in self._ways:
+            way.stop()
+
+    def _sent_up(self, count: int) -> None:
+        self._traffic.moved = self.loop.time()
+        self._traffic.up += count
+
+    def _sent_down(self, count: int) -> None:
+        self._traffic.moved = self.loop.time()
+        self._traffic.down += count
+
+    def _watch(self, idle: float) -> None:
+        left = self._traffic.moved + idle - self.loop.time()
+        if left > 0:
+            self._idle = self.loop.call_later(left, self._watch, idle)
+        else:
+            self.fail(_Ended(End.IDLE))
+
+
+class _Way:
+    """One direction. It reads a chunk when the one before it is sent. `may_send` None permits all."""
+
+    def __init__(
+        self,
+        pair: _Pair,
+        source: socket.socket,
+        target: socket.socket,
+        sent: Callable[[int], None],
+        may_send: Callable[[int], bool] | None,
+    ) -> None:
+        self.ended = False
+        self._pair = pair
+        self._source = source
+        self._target = target
+        self._sent = sent
+        self._may_send = may_send
+        self._left = memoryview(b"")
+        """What was read and is not sent."""
+
+    def begin(self, first: bytes) -> None:
+        """Send `first`, if there is any, and go on."""
+        if first:
+            self._step(self._offer, first)
+        if not self._pair.over.done():
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Wait for the socket that is next."""
+        if self.ended or self._pair.rests():
+            return
+        if self._left:
+            self._pair.loop.add_writer(self._target, self._step, self._send)
+        else:
+            self._pair.loop.add_reader(self._source, self._step, self._read)
+
+    def stop(self) -> None:
+        """Wait for neither socket."""
+        self._pair.loop.remove_reader(self._source)
+        self._pair.loop.remove_writer(self._target)
+
+    def _step(self, work: Callable[..., None], *data: bytes) -> None:
+        try:
+            work(*data)
         except (BlockingIOError, InterruptedError):
-            writable: asyncio.Future[None] = loop.create_future()
-            loop.add_writer(sock, _resolve, writable)
-            try:
-                await writable
-            finally:
-                loop.remove_writer(sock)
+            pass  # the loop calls again when the socket is ready
+        except Exception as error:  # noqa: BLE001 - fails closed: `relay` raises it
+            self._pair.fail(error)
 
+    def _read(self) -> None:
+        """Read until the kernel has no more, at most `_TURN` chunks.
 
-def _resolve(waiting: "asyncio.Future[None]") -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+        uvloop does not call again after an error of the socket. The last call of `recv` reports it.
+        """
+        for _ in range(_TURN):
+            if self._pair.rests():
+                return
+            if not (data := self._source.recv(self._pair.chunk)):
+                self.ended = True
+                self.stop()
+                self._target.shutdown(socket.SHUT_WR)
+                self._pair.ended()
+                return
+            self._offer(data)
+            if self._left:
+                break
+        self.stop()
+        self.go_on()
 
+    def _offer(self, data: bytes) -> None:
+        if self._may_send is not None and not self._may_send(len(data)):
+            raise _Ended(End.LIMITS)
+        self._left = memoryview(data)
+        if not self._pair.rests():
+            self._push()
 
-class _IdleError(Exception):
-    """No byte moved in either direction for `idle` seconds."""
+    def _send(self) -> None:
+        if self._pair.rests():
+            return
+        self._push()
+        if not self._left:
+            self.stop()
+            self.go_on()
 
-
-class _OverError(Exception):
-    """`may_send` refused a chunk."""
+    def _push(self) -> None:
+        """Give the kernel what it accepts now."""
+        try:
+            count = self._target.send(self._left)
+        except (BlockingIOError, InterruptedError):
+            return
+        self._left = self._left[count:]
+        self._sent(count)
 
 
 def reset(*sockets: socket.socket) -> None:

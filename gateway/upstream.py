@@ -29,9 +29,9 @@ from gateway.described import Announce
 from gateway.dns.queries import Outcome
 from gateway.dns.resolver import Resolver
 from gateway.state import WorkerState
-from policy.decision import AllowAddress, Deny
-from policy.destination import decide_address, decide_answer
-from policy.facts import AddressSource, Destination, Scheme
+from policy.decision import AllowAddress, AllowFlow, Deny
+from policy.destination import decide_answer
+from policy.facts import AddressSource, Destination, FlowFacts, Scheme
 from wire.dialling import connect
 from wire.gateway_limits import GatewayLimits
 from wire.patience import Patience
@@ -208,7 +208,7 @@ class UpstreamDialler:
         """
         config = self._usable()
         sources = {one.address: source(one.address) for one in destinations}
-        known = [replace(one, own=is_own(one.address, sources[one.address])) for one in destinations]
+        known = [replace(one, own=True) if is_own(one.address, sources[one.address]) else one for one in destinations]
         answers = [(one, judge(config, one, own=one.own)) for one in known]
         allowed = [(one, answer) for one, answer in answers if isinstance(answer, AllowAddress)]
         for _, refused in answers:
@@ -244,7 +244,12 @@ def judge(config: GatewayConfig, destination: Destination, *, own: bool | None =
         own: whether the address is one of this host; None to ask the kernel.
     """
     own = own_address(destination.address) if own is None else own
-    return decide_address(config.policy, replace(destination, own=own), config.constants.allowed_addresses)
+    return config.address(destination if destination.own is own else replace(destination, own=own))
+
+
+def judge_flow(config: GatewayConfig, facts: FlowFacts) -> AllowFlow | Deny:
+    """Judge a flow with a known server name."""
+    return config.flow(facts)
 
 
 def judge_answer(

@@ -3,9 +3,12 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.splice import End, Traffic, relay
 
@@ -138,3 +141,33 @@ async def test_a_receiver_that_does_not_read_stops_the_sender_and_the_idle_limit
     assert End.IDLE == end
     assert 0 < traffic.up < 8 << 20
     assert traffic.up == len(await everything(server))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_bytes_before_a_reset_arrive_and_the_reset_ends_the_relay(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """The loop sees both at once."""
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        return ours, theirs
+
+    async def relayed() -> None:
+        client, inner = connected()
+        outer, server = connected()
+        for sock in (inner, outer, server):
+            sock.setblocking(False)
+        with inner, outer, server:
+            task = asyncio.create_task(relay(inner, outer, Traffic(), idle=None, total=None))
+            await asyncio.sleep(0.05)
+            client.sendall(b"last")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            assert b"last" == await asyncio.get_running_loop().sock_recv(server, 10)
+            async with asyncio.timeout(10):
+                assert End.RESET == await task
+
+    run(relayed())

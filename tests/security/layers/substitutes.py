@@ -203,8 +203,8 @@ def _names() -> None:
     from policy.decision import AllowAddress, AllowFlow, AllowName, Deny, Treatment
     from policy.facts import Scheme
 
-    def any_flow(real: Any, policy: Any, facts: Any) -> Any:
-        answer = real(policy, facts)
+    def any_flow(real: Any, config: Any, facts: Any) -> Any:
+        answer = real(config, facts)
         treatment = Treatment.INSPECT if facts.scheme is Scheme.HTTP else Treatment.SPLICE
         return AllowFlow("off", treatment) if isinstance(answer, Deny) else answer
 
@@ -215,7 +215,7 @@ def _names() -> None:
         return AllowAddress("off") if by_name else answer
 
     replaced(queries, "decide_name", "DNS policy", lambda real, *_: AllowName("off"))
-    replaced(accept, "decide_flow", "SNI check", any_flow)
+    replaced(accept, "judge_flow", "SNI check", any_flow)
     replaced(accept, "judge", "SNI check", lambda real, *_: AllowAddress("off"))
     replaced(worker, "decide_name", "name check of resolver and dialler", lambda real, *_: AllowName("off"))
     replaced(upstream, "judge", "name check of resolver and dialler", any_name)
