@@ -104,7 +104,7 @@ class _Pair:
         self.over: asyncio.Future[None] = self.loop.create_future()
         self._traffic = traffic
         self._moving = moving
-        self._ways = (
+        self._ways: tuple[_Way, ...] = (
             _Way(self, inner, outer, self._sent_up, may_send),
             _Way(self, outer, inner, self._sent_down, None),
         )
@@ -134,6 +134,7 @@ class _Pair:
                 if timer is not None:
                     timer.cancel()
             self._stop()
+            self._ways = ()  # They refer to this object. Without this, only the garbage collector would free a relay.
         return End.CLOSED
 
     def rests(self) -> bool:

@@ -173,7 +173,7 @@ class UpstreamDialler:
         """Connect to the first allowed destination that accepts. Those allowed only by observe mode come last."""
         limits = self._usable().constants.limits
         try:
-            async with Patience(limits.connect):
+            async with Patience(limits.connect if self._places.locked() else None):
                 await self._places.acquire()
         except TimeoutError:
             raise DialError(DialFailure.RATE, _TOO_MANY) from None
