@@ -23,7 +23,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
 from tests.stacks import Second, beside
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 BANDWIDTH = 2_000_000
 CONTENT = os.urandom(16_000_000)
@@ -133,7 +133,6 @@ def test_a_link_carries_its_rate(tmp_path: Path, up: bool) -> None:
     assert most / 25 < found < most / 6
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("end", ["gw0", "eth0"])
 @pytest.mark.parametrize("change", ["removed", "faster"])
 def test_a_changed_limit_cuts_the_sandbox_off(slow: Stack, end: str, change: str) -> None:

@@ -27,6 +27,7 @@ from runtimes.engine.printed import PART
 from testbed.census import daemons
 from testbed.internet import API
 from testbed.stack import Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -153,6 +154,7 @@ def test_the_output_is_complete_and_has_no_value_of_the_environment(api: Api, st
         assert not any(part.encode() in path.read_bytes() for part in (SECRET, "MIIEvQIBADANBgkq"))
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_life_of_a_sandbox_is_told_by_its_events(api: Api, stack: Stack, runtime: str) -> None:
     """Pauses, a policy, a replaced gateway, the end of the entrypoint and the removal, across a death of `serve`."""
     rule = NetworkRule(action="allow", target=API)
@@ -185,6 +187,7 @@ def test_the_life_of_a_sandbox_is_told_by_its_events(api: Api, stack: Stack, run
     assert ended(api.logs(sandbox.id).content)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_asynchronous_sdk_reads_the_same(api: Api, stack: Stack, runtime: str) -> None:
     sandbox = printing(stack, runtime)
 

@@ -20,7 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.internet import Internet
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME, RUNTIMES
+from tests.conftest import ONE_RUNTIME
 from tests.system.test_create_and_delete import until
 from tests.system.test_substitutions import packed
 from tests.websocket_server import HOST, EchoServer, echo_server
@@ -97,7 +97,7 @@ def _sockets(request: pytest.FixtureRequest, stack: Stack, server: EchoServer) -
             stack.sallyport("vault", "delete", name)
 
 
-@pytest.mark.parametrize("sockets", RUNTIMES, indirect=True)
+@pytest.mark.parametrize("sockets", ONE_RUNTIME, indirect=True)
 def test_a_handshake_gets_its_secrets_and_neither_head_nor_message_shows_them(sockets: Sockets) -> None:
     """A header and a query parameter. What the client sends is relayed, and its echo is what it sent."""
     mark = secrets.token_hex(8)
