@@ -27,6 +27,7 @@ from runtimes.net import netns, slot_pool, slots
 from runtimes.process import supervisor
 from runtimes.process.cgroups import Cgroups
 from runtimes.process.freezer import Freezer
+from runtimes.volumes import Volumes
 from wire.api import worker
 
 # These functions only call the steps, or only read. A fault in them is a fault of a step inside, or of none.
@@ -184,6 +185,7 @@ def _install() -> None:
     _wrap(Daemons, "Daemons", lambda name: name in ("attach",))
     _wrap(workers.WorkerProcess, "Worker", lambda name: name in ("configure", "end", "pause", "resume"))
     _wrap(Freezer, "Freezer", lambda name: name in ("freeze", "thaw", "end"))
+    _wrap(Volumes, "Volumes", lambda name: name in ("stage", "settle", "release"))
     _wrap(wire.Client, "Client", lambda name: name == "call")
     _wrap(
         sandboxes.Sandboxes, "Sandboxes", lambda name: name.startswith("_") and name[1] != "_" and name not in _DRIVERS

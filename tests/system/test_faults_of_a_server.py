@@ -7,6 +7,7 @@ with wrapped calls. tests/lifecycle/test_faults_at_each_step.py has all cases of
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import sqlite3
@@ -27,7 +28,7 @@ from testbed.census import Census, command_lines, take
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
 from tests.conftest import ONE_RUNTIME
 from tests.image_files import ImageFile, entry, tar
-from tests.stacks import beside
+from tests.stacks import DISK, beside
 from wire.api import hostd
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
@@ -114,10 +115,13 @@ class Faulty(Stack):
             raise StackError(f"hostd refused {op}: {received}")
         return dict(received[0]["ok"])
 
-    def disagreements(self) -> list[str]:
-        """Return the differences between the registry, hostd and the workers themselves."""
-        rows = self.rows()
-        there = {item.sandbox: item for item in self.sandboxes()}
+    def disagreements(self, only: str | None = None) -> list[str]:
+        """Return the differences between the registry, hostd and the workers themselves.
+
+        `only` names the sandbox to compare. Without it nothing else may make or remove sandboxes meanwhile.
+        """
+        rows = {name: row for name, row in self.rows().items() if only in (None, name)}
+        there = {item.sandbox: item for item in self.sandboxes() if only in (None, item.sandbox)}
         paused = {name for name, item in there.items() if item.state == "paused"}
         states = {name: "Paused" if name in paused else "Running" for name in rows}
         found = [f"{name} is {row['state']}" for name, row in rows.items() if row["state"] != states[name]]
@@ -167,7 +171,7 @@ class Faulty(Stack):
 
 @pytest.fixture(scope="module", name="faulty")
 def _faulty() -> Iterator[Faulty]:
-    with beside(Faulty, "faulty") as stack:
+    with beside(Faulty, "faulty", below=DISK) as stack:  # a volume needs a disk
         assert isinstance(stack, Faulty)
         asyncio.run(_warm(stack))
         yield stack
@@ -197,9 +201,15 @@ def body(runtime: str = "runc", fault: str = "") -> dict[str, Any]:
         "entrypoint": IDLE,
         "timeout": 3600,
         "networkPolicy": OLD,
+        "volumes": [{"name": "own", "pvc": _own_volume(), "mountPath": "/mnt/own"}],
         "env": {"FAULT": fault} if fault else {},
         "extensions": {"sallyport.runtime": runtime},
     }
+
+
+def _own_volume() -> dict[str, Any]:
+    """Return a new named volume that ends with its sandbox."""
+    return {"claimName": f"own-{secrets.token_hex(6)}", "deleteOnSandboxTermination": True}
 
 
 async def made(http: httpx.AsyncClient, runtime: str = "runc", fault: str = "") -> str:
@@ -242,7 +252,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
             assert faulty.hook("faulted", label=label)["fired"]
             told[f"{number} {steps[number]}"] = answer.status_code
             if answer.status_code == 202:
-                assert [] == [item for item in faulty.disagreements() if answer.json()["id"] in item]
+                assert [] == faulty.disagreements(answer.json()["id"])
                 await deleted(http, answer.json()["id"])
 
         await _in_parallel([lambda number=number: one(number) for number in numbers])  # type: ignore[misc]
