@@ -72,9 +72,9 @@ class Place:
 
     def leftovers(self) -> list[str]:
         """Return what an addition of an image has left on the host."""
-        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "image-work" in line]
-        backing = Path("/sys/block").glob("loop*/loop/backing_file")
         work = str(self.stack.state / "hostd" / "image-work")
+        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if work in line]
+        backing = Path("/sys/block").glob("loop*/loop/backing_file")
         loops = [text for path in backing if work in (text := _text(path))]
         files = [str(path) for path in Path(work).iterdir()]
         return [*mounts, *loops, *files, *self.processes()]

@@ -1,17 +1,23 @@
 """Each side receives what the other one sent, and a relay always ends."""
 
 import asyncio
+import gc
 import os
+import random
 import socket
 import struct
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvloop
 
 from gateway.splice import End, Traffic, relay
 
+type Pair = tuple[socket.socket, socket.socket]
 type Sockets = tuple[socket.socket, socket.socket, socket.socket, socket.socket]
 
 
@@ -25,6 +31,17 @@ def sockets() -> Iterator[Sockets]:
     yield every
     for sock in every:
         sock.close()
+
+
+def connected(buffer: int | None = None) -> Pair:
+    """Return both ends of a TCP connection; `buffer` is the size of the kernel's buffers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = (socket.create_connection(listener.getsockname()), listener.accept()[0])
+    for sock in made:
+        sock.setblocking(False)
+        for option in () if buffer is None else (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, buffer)
+    return made
 
 
 async def everything(sock: socket.socket) -> bytes:
@@ -109,6 +126,9 @@ async def test_a_cancelled_relay_has_counted_what_it_moved(sockets: Sockets) -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert 4 == traffic.up
+    client.send(b"later")
+    await asyncio.sleep(0.01)
+    assert b"later" == inner.recv(10)
 
 
 async def test_what_was_read_first_goes_ahead_and_is_counted_and_asked_for(sockets: Sockets) -> None:
@@ -147,19 +167,11 @@ async def test_a_receiver_that_does_not_read_stops_the_sender_and_the_idle_limit
 def test_bytes_before_a_reset_arrive_and_the_reset_ends_the_relay(
     run: Callable[[Coroutine[Any, Any, None]], None],
 ) -> None:
-    """The loop sees both at once."""
-
-    def connected() -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ours = socket.create_connection(listener.getsockname())
-            theirs, _ = listener.accept()
-        return ours, theirs
+    """The loop sees both at once. The other side is reset, too."""
 
     async def relayed() -> None:
         client, inner = connected()
         outer, server = connected()
-        for sock in (inner, outer, server):
-            sock.setblocking(False)
         with inner, outer, server:
             task = asyncio.create_task(relay(inner, outer, Traffic(), idle=None, total=None))
             await asyncio.sleep(0.05)
@@ -169,5 +181,105 @@ def test_bytes_before_a_reset_arrive_and_the_reset_ends_the_relay(
             assert b"last" == await asyncio.get_running_loop().sock_recv(server, 10)
             async with asyncio.timeout(10):
                 assert End.RESET == await task
+            with pytest.raises(ConnectionResetError):
+                await asyncio.get_running_loop().sock_recv(server, 10)
 
     run(relayed())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_all_bytes_pass_through_small_buffers(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """The kernel takes a part of a chunk, or nothing, again and again. A pause in the middle changes no byte."""
+
+    async def slowly(sock: socket.socket) -> bytes:
+        data, sizes = b"", random.Random(5)
+        while part := await asyncio.get_running_loop().sock_recv(sock, sizes.randrange(1, 20_000)):
+            data += part
+        return data
+
+    async def sent(sock: socket.socket, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(sock, data)
+        sock.shutdown(socket.SHUT_WR)
+
+    async def relayed() -> None:
+        traffic, moving = Traffic(), asyncio.Event()
+        moving.set()
+        up, down = os.urandom(900_000), os.urandom(600_000)
+        (client, inner), (outer, server) = connected(32_768), connected(32_768)
+        with client, inner, outer, server:
+            task = asyncio.create_task(relay(inner, outer, traffic, idle=60, total=60, moving=moving))
+            ends = (sent(client, up), sent(server, down), slowly(server), slowly(client))
+            all_ends = asyncio.gather(*ends)
+            while traffic.up < 300_000:  # noqa: ASYNC110 - it waits for work of this loop
+                await asyncio.sleep(0)
+            moving.clear()
+            await asyncio.sleep(0)
+            before, spent = (traffic.up, traffic.down), time.process_time()
+            await asyncio.sleep(0.3)
+            assert before == (traffic.up, traffic.down)
+            assert time.process_time() - spent < 0.15, "the relay does not rest"
+            moving.set()
+            assert [up, down] == (await all_ends)[2:]
+            assert End.CLOSED == await task
+        assert (len(up), len(down)) == (traffic.up, traffic.down)
+
+    run(relayed())
+
+
+async def test_nothing_is_sent_before_a_paused_relay_may_move(sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    moving = asyncio.Event()
+    task = asyncio.create_task(relay(inner, outer, Traffic(), first=b"first ", idle=5, total=5, moving=moving))
+    client.send(b"later")
+    client.shutdown(socket.SHUT_WR)
+    server.shutdown(socket.SHUT_WR)
+    spent = time.process_time()
+    await asyncio.sleep(0.2)
+    assert time.process_time() - spent < 0.1, "the relay does not rest"
+    with pytest.raises(BlockingIOError):
+        server.recv(10)
+    moving.set()
+    assert b"first later" == await everything(server)
+    assert End.CLOSED == await task
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upwards", [True, False])
+async def test_one_direction_keeps_a_relay_from_its_idle_limit(upwards: bool, sockets: Sockets) -> None:
+    client, inner, outer, server = sockets
+    source, target = (client, server) if upwards else (server, client)
+    task = asyncio.create_task(relay(inner, outer, Traffic(), idle=1, total=None))
+    for _ in range(15):
+        source.send(b"x")
+        assert b"x" == await asyncio.get_running_loop().sock_recv(target, 10)
+        await asyncio.sleep(0.1)
+    assert not task.done()
+    assert End.IDLE == await task
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_relay_that_has_ended_is_freed_at_once(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """No timer, and no reference in a circle, keeps what it used."""
+
+    async def relayed() -> None:
+        (client, inner), (outer, server) = connected(), connected()
+        with client, inner, outer, server:
+            may_send, moving = Mock(return_value=True), asyncio.Event()
+            moving.set()
+            task = asyncio.create_task(
+                relay(inner, outer, Traffic(), idle=60, total=60, may_send=may_send, moving=moving)
+            )
+            await asyncio.sleep(0)
+            client.shutdown(socket.SHUT_WR)
+            server.shutdown(socket.SHUT_WR)
+            assert End.CLOSED == await task
+            kept = [weakref.ref(one) for one in (may_send, moving)]
+            del task, may_send, moving
+            await asyncio.sleep(0)
+            assert [None, None] == [one() for one in kept]
+
+    gc.disable()
+    try:
+        run(relayed())
+    finally:
+        gc.enable()
