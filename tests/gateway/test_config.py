@@ -2,14 +2,20 @@
 
 import json
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv6Address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 
 import pytest
 
 from gateway.config import GatewayConfig, WorkerConstants
 from gateway.dns.queries import Upstream
-from policy.compiled import DENY_ALL
+from gateway.upstream import judge
+from policy.compile import compile_named
+from policy.compiled import DENY_ALL, CompiledPolicy
+from policy.decision import Deny, decide_flow
+from policy.destination import decide_address
+from policy.facts import AddressSource, Destination, FlowFacts, Scheme
+from policy.load import load_text
 from wire.api.worker import Configure
 from wire.api.zygote import Prepare
 from wire.errors import ConfigError
@@ -57,6 +63,38 @@ def test_a_configuration_is_its_policy_with_the_constants() -> None:
     constants = read()
     config = GatewayConfig.of(Configure("sbx-1", 3, json.dumps(DENY_ALL.to_json())), constants)
     assert GatewayConfig("sbx-1", 3, DENY_ALL, constants) == config
+
+
+def _policy(port: int) -> CompiledPolicy:
+    rule = f"{{id: one, host: good.example, ports: [{port}]}}"
+    return compile_named(load_text(f"version: 1\npolicies:\n  p:\n    rules:\n      - {rule}\n"), "p")
+
+
+def test_kept_decisions_are_those_of_the_policy_and_the_exceptions() -> None:
+    """Asked twice. Another configuration has its own answers, and an address of the host itself is another question."""
+    flows = [
+        FlowFacts(host, port, scheme)
+        for host in ("good.example", "other.example", "not canonical")
+        for port in (80, 443, 8443)
+        for scheme in Scheme
+    ]
+    for policy, constants in ((_policy(443), read()), (_policy(8443), read(allowed_addresses=()))):
+        config = GatewayConfig("sbx-1", 3, policy, constants)
+        for facts in flows * 2:
+            assert decide_flow(policy, facts) == config.flow(facts)
+            for address in (ip_address("93.184.216.34"), ip_address("10.1.0.1"), ip_address("2606:2800::1")):
+                for own in (True, False):
+                    for source, host in ((AddressSource.RESOLVED, facts.host), (AddressSource.LITERAL, None)):
+                        place = Destination(host, address, facts.port, facts.scheme, source, own)
+                        assert decide_address(policy, place, constants.allowed_addresses) == config.address(place)
+                        assert config.address(place) == judge(config, replace(place, own=not own), own=own)
+
+
+def test_no_more_than_some_decisions_are_kept() -> None:
+    config = GatewayConfig("sbx-1", 3, DENY_ALL, read())
+    answers = [config.flow(FlowFacts(f"h{number}.example", 443, Scheme.HTTPS)) for number in range(1000)]
+    assert all(isinstance(answer, Deny) for answer in answers)
+    assert 256 == config.flow.cache_info().currsize  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
