@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,16 @@ def test_the_document_is_what_the_table_says() -> None:
     assert document() == (ROOT / "docs" / "audit-records.md").read_text()
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(*paths: Path) -> Functions:
     """Return the functions and methods of some modules by name."""
     found: Functions = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 found.setdefault(node.name, []).append(node)
     return found
@@ -107,7 +113,7 @@ def test_each_field_that_is_described_is_written() -> None:
         name
         for package in PACKAGES[:-1]
         for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         for name in _named(node)
     }
     assert {"torn", "state"} == FIELDS.keys() - named | {"torn", "state"}

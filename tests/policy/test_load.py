@@ -511,10 +511,13 @@ def _named_by_authors(path: tuple[object, ...]) -> bool:
 MUTATIONS = list(mutations(DOCUMENT, _named_by_authors))
 
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
 def _powers(document: Any) -> dict[str, frozenset[str]] | None:
     """Return the permissions of each policy of a document; None if the document is refused."""
     try:
-        read = load_text(yaml.safe_dump(document))
+        read = load_text(yaml.dump(document, Dumper=_DUMPER))
     except PolicyError as error:
         assert re.match(r"\(text\):[0-9]+:[0-9]+: .", str(error))
         return None
