@@ -25,6 +25,7 @@ _READY_SECONDS = 30.0
 _OPTIONS = {
     "fsync": "off",  # Processes are killed here, and no host.
     "shared_buffers": "16MB",
+    "dynamic_shared_memory_type": "mmap",  # In the data directory: a killed cluster leaves nothing in /dev/shm.
     "max_connections": "60",
     "autovacuum": "off",
     "logging_collector": "off",
