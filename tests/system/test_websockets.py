@@ -54,7 +54,7 @@ async def talk(url, words):
 
 print(json.dumps(asyncio.run(talk(sys.argv[1], sys.argv[2:]))))
 """
-"""One thread: with two, as in `websockets.sync`, Python 3.11 can lose what it sends while it reads a session ticket."""
+"""One thread: Python 3.11 does not protect a TLS connection that two threads use, as those of `websockets.sync` do."""
 
 
 @dataclass
