@@ -160,8 +160,11 @@ class _Pair:
     async def _rest(self, moving: asyncio.Event) -> None:
         await moving.wait()
         self._resting = None
-        for way in self._ways:
-            way.go_on()
+        try:
+            for way in self._ways:
+                way.go_on()
+        except Exception as error:  # noqa: BLE001 - fails closed: `relay` raises it
+            self.fail(error)
 
     def _stop(self) -> None:
         for way in self._ways:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import uvloop
@@ -243,18 +243,40 @@ async def test_nothing_is_sent_before_a_paused_relay_may_move(sockets: Sockets) 
     assert End.CLOSED == await task
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("upwards", [True, False])
-async def test_one_direction_keeps_a_relay_from_its_idle_limit(upwards: bool, sockets: Sockets) -> None:
+async def test_a_byte_of_either_direction_is_a_sign_of_life(upwards: bool, sockets: Sockets) -> None:
     client, inner, outer, server = sockets
     source, target = (client, server) if upwards else (server, client)
-    task = asyncio.create_task(relay(inner, outer, Traffic(), idle=1, total=None))
-    for _ in range(15):
-        source.send(b"x")
-        assert b"x" == await asyncio.get_running_loop().sock_recv(target, 10)
-        await asyncio.sleep(0.1)
-    assert not task.done()
+    traffic = Traffic()
+    task = asyncio.create_task(relay(inner, outer, traffic, idle=60, total=None))
+    await asyncio.sleep(0)
+    began = traffic.moved
+    source.send(b"x")
+    assert b"x" == await asyncio.get_running_loop().sock_recv(target, 10)
+    assert began < traffic.moved
+    task.cancel()
+
+
+async def test_the_idle_limit_counts_from_the_last_byte(sockets: Sockets) -> None:
+    _, inner, outer, _ = sockets
+    loop, traffic = asyncio.get_running_loop(), Traffic()
+    task = asyncio.create_task(relay(inner, outer, traffic, idle=0.05, total=None))
+    await asyncio.sleep(0)
+    traffic.moved = last = loop.time() + 0.4  # as if a byte came then
     assert End.IDLE == await task
+    assert loop.time() >= last + 0.04
+
+
+async def test_a_failure_after_a_pause_ends_the_relay(sockets: Sockets) -> None:
+    _, inner, outer, _ = sockets
+    moving = asyncio.Event()
+    task = asyncio.create_task(relay(inner, outer, Traffic(), idle=None, total=None, moving=moving))
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    with patch.object(loop, "add_reader", side_effect=OSError("no watches are left")):
+        moving.set()
+        async with asyncio.timeout(10):
+            assert End.RESET == await task
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

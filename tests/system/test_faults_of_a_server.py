@@ -512,7 +512,9 @@ def test_after_a_death_of_dockerd_at_any_step_the_list_of_images_is_what_docker_
         else:
             with suppress(StackError):
                 faulty.ask(add)
-                assert image.id in take(faulty).images
+                deadline = time.monotonic() + PATIENCE
+                while image.id not in take(faulty).images:  # dockerd can be away
+                    assert time.monotonic() < deadline
                 faulty.ask(hostd.RemoveImage(name))
         assert name not in [one.name for one in faulty.ask(hostd.ListImages()).images]
         seen = faulty.hook("faulted", label=label)
