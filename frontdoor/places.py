@@ -65,6 +65,9 @@ class Places:
             "UV_PYTHON_INSTALL_DIR": f"{self.cache}/python",
             "GOCACHE": f"{self.cache}/go-build",
             "GOMODCACHE": f"{self.cache}/go-mod",
+            "MYPY_CACHE_DIR": f"{self.cache}/mypy",
+            "RUFF_CACHE_DIR": f"{self.cache}/ruff",
+            "STATICCHECK_CACHE": f"{self.cache}/staticcheck",
         }
 
 

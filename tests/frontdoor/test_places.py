@@ -45,10 +45,11 @@ def test_the_prefix_of_namespaces_is_the_homes() -> None:
 def test_processes_get_our_variables_and_not_the_bootstraps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RUN_CALLER": "/there", "RUN_UV": "/bin/uv", "SALLYPORT_HOME": "/h"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("UV_CACHE_DIR", "UV_PYTHON_INSTALL_DIR", "GOCACHE", "GOMODCACHE", "SALLYPORT_TEST_INTERNET"):
+    caches = ("UV_CACHE_DIR", "GOCACHE", "GOMODCACHE", "MYPY_CACHE_DIR", "RUFF_CACHE_DIR", "STATICCHECK_CACHE")
+    for name in (*caches, "UV_PYTHON_INSTALL_DIR", "SALLYPORT_TEST_INTERNET"):
         monkeypatch.setenv(name, "of the caller")
     places = enter(os.environ)
     assert ("/there", "/bin/uv") == (places.caller, places.uv)
     assert not {"RUN_CALLER", "RUN_UV"} & os.environ.keys()
-    assert f"{places.cache}/go-build" == os.environ["GOCACHE"]
+    assert all(os.environ[name].startswith(f"{places.cache}/") for name in caches)
     assert "of the caller" == os.environ["SALLYPORT_TEST_INTERNET"]
