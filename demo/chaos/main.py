@@ -31,6 +31,7 @@ from testbed.stack import Stack
 
 POLICY = Path(__file__).with_name("policy.yaml")
 _MINUTES = 10.0
+_MOST_MINUTES = 15.0
 _BEGAN = time.monotonic()
 
 
@@ -132,7 +133,9 @@ def _plain(value: object) -> object:
 def arguments(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="./run chaos", description="kill every part of Sallyport under load")
-    parser.add_argument("--minutes", type=float, default=_MINUTES, help="of killing (default %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=_MINUTES, help=f"of killing (default %(default)s, at most {_MOST_MINUTES:g})"
+    )
     parser.add_argument("--seed", type=int, default=None, help="repeats the order of an earlier run")
     parser.add_argument("--parts", default=",".join(Part), help="what to kill (default: %(default)s)")
     parser.add_argument(
@@ -144,6 +147,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--internet", default=PREFIX, help="prefix of its namespaces")
     options = parser.parse_args(words)
+    if not 0 < options.minutes <= _MOST_MINUTES:
+        parser.error(
+            f"--minutes: above 0, at most {_MOST_MINUTES:g}: in longer runs the clients ask for more names in an hour "
+            "than the gateway permits"
+        )
     try:
         options.parts = tuple(Part(name.strip()) for name in options.parts.split(","))
     except ValueError as error:

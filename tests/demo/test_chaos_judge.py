@@ -7,7 +7,7 @@ import pytest
 
 from demo.chaos.facts import Arrival, Asked, Facts, Kill, Record, Wire, read_asked, read_far_end, read_log
 from demo.chaos.judge import Outage, Verdict, judge
-from demo.chaos.main import recoveries
+from demo.chaos.main import arguments, recoveries
 from testbed.internet import API, ATTACKER, DNS_ADDRESS, STATUS
 
 SANDBOXES = {"a": "sbx-a", "c": "sbx-c"}
@@ -359,3 +359,13 @@ def test_the_table_has_each_part_each_pair_and_all_of_both() -> None:
     assert {"median": 1.5, "p95": 1.5, "worst": 1.5} == table["serve"]["all"]
     assert {"median": 4.5, "p95": None, "worst": None} == table["hostd and serve"]["all"]
     assert {"kills": 2, "api": {"median": 1.0, "p95": 4.5, "worst": 4.5}}.items() <= table["in pairs"].items()
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "15.1", "nan", "inf"])
+def test_a_run_is_not_longer_than_the_gateway_permits_new_names(
+    minutes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments([f"--minutes={minutes}"])
+    assert "more names in an hour than the gateway permits" in capsys.readouterr().err
+    assert 15 == arguments(["--minutes=15"]).minutes
