@@ -1,8 +1,7 @@
-"""The test suite in lanes, each a session of pytest with a JUnit report; and the static checks.
+"""The test suite in lanes, each a session of pytest with a JUnit report; and the static checks beside them.
 
-System tests mostly wait. So four sessions run concurrently, each with its own Sallyport. The tests that measure times
-run afterwards, beside the static checks only: those have a lower priority, and the tests leave half of the processors
-idle.
+System tests mostly wait. So four sessions run concurrently, each with its own Sallyport, and the static checks
+beside them. The tests that measure times run afterwards, alone.
 """
 
 import os
@@ -100,6 +99,8 @@ def run(places: Places, arguments: list[str]) -> int:
     if options:
         return suite.lane("selected", *options)
     with ExitStack() as stack:
+        checks = BackgroundStep("checks", lambda: static_checks(go))
+        stack.callback(checks.end)
         status = suite.lane("fast", *fast_options(slow=True))
         if status > _TESTS_FAILED:
             return status
@@ -107,14 +108,11 @@ def run(places: Places, arguments: list[str]) -> int:
         for session in sessions:
             stack.callback(session.end)
         status = suite.lane("system", *LANES["system"]) or status
-        for session in sessions:
-            status = session.wait() or status
+        for work in (*sessions, checks):
+            status = work.wait() or status
         if status > _TESTS_FAILED:
             return status
-        checks = BackgroundStep("checks", lambda: static_checks(go))
-        stack.callback(checks.end)
-        status = suite.lane("timed", *LANES["timed"]) or status
-        return checks.wait() or status
+        return suite.lane("timed", *LANES["timed"]) or status
 
 
 def _session(places: Places, suite: Suite, name: str) -> int:
