@@ -3,6 +3,7 @@
 - A process belongs to the component that its command line names. Otherwise it belongs to that of its nearest ancestor,
   for example the processes in which runsc runs the code of a sandbox (`[exe]`).
 - A child of the zygote is a worker.
+- On runc the children of a shim are the sandbox.
 - Private memory is Private_Clean and Private_Dirty of smaps_rollup. PSS also has the process's part of shared pages,
   so the PSS of all processes can be added.
 - Processor time is that of schedstat, in nanoseconds, summed over threads. Threads that have ended count only in
@@ -18,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 WORKERS = "workers"
-SANDBOXES, GOFERS, SHIMS = "runsc sandboxes", "runsc gofers", "containerd-shims"
+SANDBOXES, GOFERS, SHIMS = "sandboxes", "runsc gofers", "containerd-shims"
 HOSTD = "hostd"
 COMPONENTS = (
     HOSTD, "watchdog", "serve", "vaultd", "auditd", "compiler", "fetcher", "zygote", "guard", WORKERS,
@@ -70,6 +71,8 @@ def classify(found: Iterable[Process], run: Path) -> dict[int, str]:
     named |= dict.fromkeys((pid for pid in zygotes if by_pid[pid].parent in zygotes), WORKERS)
     guards = (pid for pid, one in by_pid.items() if one.command[:2] == ("nft", "-i") and named.get(one.parent) == HOSTD)
     named |= dict.fromkeys(guards, "guard")
+    shims = {pid for pid, name in named.items() if name == SHIMS}
+    named |= dict.fromkeys((pid for pid, one in by_pid.items() if one.parent in shims and pid not in named), SANDBOXES)
     return {pid: name for pid in by_pid if (name := _inherited(pid, by_pid, named)) is not None}
 
 

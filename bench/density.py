@@ -1,4 +1,4 @@
-"""Many idle sandboxes on runsc: memory and processor time of each component, and the cost of an additional sandbox.
+"""Many idle sandboxes on one runtime: memory and processor time by component, and what one more sandbox costs.
 
 - The sandboxes are made through the API. Each has a worker with a policy and a bound secret. Then nothing uses them.
 - The first and the last ones are made one at a time, from rest, to time the start of a worker; the others are made
@@ -32,7 +32,7 @@ from bench.fixture import BenchError, Fixture
 from testbed import census
 from testbed.stack import IMAGE
 
-SANDBOXES_WANTED, SLOTS_WANTED = 500, 1000
+RUNTIME, SANDBOXES_WANTED, SLOTS_WANTED = "runsc", 500, 1000
 LEAST, PARALLEL, ALONE = 3, 3, 20
 PEERS = 50
 SETTLE_SECONDS, REST_SECONDS = 20.0, 30.0
@@ -47,7 +47,12 @@ _ENTRYPOINT = ["tail", "-f", "/dev/null"]
 
 
 def measure(
-    fixture: Fixture, _rounds: int, *, sandboxes: int = SANDBOXES_WANTED, number_of_slots: int = SLOTS_WANTED
+    fixture: Fixture,
+    _rounds: int,
+    *,
+    runtime: str = RUNTIME,
+    sandboxes: int = SANDBOXES_WANTED,
+    number_of_slots: int = SLOTS_WANTED,
 ) -> list[Figure]:
     """Measure idle sandboxes with their peer, then slots without containers; zero leaves a part out.
 
@@ -57,24 +62,24 @@ def measure(
     figures: list[Figure] = []
     if sandboxes:
         with _docker(fixture) as api:
-            with _containers(api, 1):  # runsc keeps an empty namespace from its first container on
+            with _containers(api, runtime, 1):  # runsc keeps an empty namespace from its first container on
                 pass
             before = census.take(fixture.stack)
-            figures += _sandboxes(fixture, sandboxes)
+            figures += _sandboxes(fixture, runtime, sandboxes)
             _removed(fixture, before)
-            figures += _peer(fixture, api, min(sandboxes, PEERS))
+            figures += _peer(fixture, api, runtime, min(sandboxes, PEERS))
             _removed(fixture, before)
     if number_of_slots:
         figures += slots.measure(number_of_slots)
     return figures
 
 
-def _sandboxes(fixture: Fixture, number: int) -> list[Figure]:
+def _sandboxes(fixture: Fixture, runtime: str, number: int) -> list[Figure]:
     empty = available_mib()
     at_rest = _look(fixture, SETTLE_SECONDS, REST_SECONDS)
     made: list[str] = []
     try:
-        seconds = asyncio.run(_create(fixture, number, made))
+        seconds = asyncio.run(_create(fixture, runtime, number, made))
         print(f"bench: density, {number} sandboxes made in {sum(seconds):.0f} s of calls", file=sys.stderr, flush=True)
         with_all = _look(fixture, SETTLE_SECONDS, REST_SECONDS)
         full = available_mib()
@@ -136,11 +141,15 @@ def _by_component(empty: "Look", full: "Look", number: int) -> Iterator[Figure]:
         if name in full.memory and name in empty.memory:
             grown = 1024 * (full.pss(name) - empty.pss(name)) / number
             yield Figure(f"one sandbox adds to {name}", "KiB", [grown])
-    theirs = sum(full.pss(name) for name in (SANDBOXES, GOFERS, SHIMS) if name in full.memory) / number
-    yield Figure("one sandbox: sandbox, gofer and shim", "MiB", [theirs], _PEER_MEMORY)
+    yield Figure("one sandbox: sandbox, gofer and shim", "MiB", [_of_the_runtime(full) / number], _PEER_MEMORY)
 
 
 _PEER_MEMORY = "one container of Docker alone: sandbox, gofer and shim"
+
+
+def _of_the_runtime(look: "Look") -> float:
+    """Return the PSS of sandboxes, gofers and shims, in MiB. runc has no gofers."""
+    return sum(look.pss(name) for name in (SANDBOXES, GOFERS, SHIMS) if name in look.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +181,14 @@ def _look(fixture: Fixture, settle: float, rest: float) -> Look:
     return Look(memory, share, meter.begun(WORKERS), slots.kernel_kib(Path("/proc/meminfo").read_text()))
 
 
-async def _create(fixture: Fixture, number: int, made: list[str]) -> list[float]:
+async def _create(fixture: Fixture, runtime: str, number: int, made: list[str]) -> list[float]:
     """Create sandboxes, `PARALLEL` at once. Append their ids to `made`; return the seconds of each call."""
     body = {
         "image": {"uri": IMAGE},
         "resourceLimits": {"memory": "256Mi", "disk": _SMALLEST_DISK},
         "entrypoint": _ENTRYPOINT,
         "timeout": 7200,
-        "extensions": {"sallyport.runtime": "runsc", "sallyport.policy": "bench"},
+        "extensions": {"sallyport.runtime": runtime, "sallyport.policy": "bench"},
     }
     seconds: list[float] = []
     async with _client(fixture) as http:
@@ -287,13 +296,13 @@ def _docker(fixture: Fixture) -> Iterator[Any]:
         api.close()
 
 
-def _peer(fixture: Fixture, api: Any, number: int) -> list[Figure]:
+def _peer(fixture: Fixture, api: Any, runtime: str, number: int) -> list[Figure]:
     """Measure containers of Docker alone."""
     empty, kernel = available_mib(), slots.kernel_kib(Path("/proc/meminfo").read_text())
-    with _containers(api, number):
+    with _containers(api, runtime, number):
         look = _look(fixture, SETTLE_SECONDS, REST_SECONDS)
         full = available_mib()
-    theirs = sum(look.pss(name) for name in (SANDBOXES, GOFERS, SHIMS)) / number
+    theirs = _of_the_runtime(look) / number
     busy = sum(look.share.get(name, 0.0) for name in (SANDBOXES, GOFERS, SHIMS, "dockerd", "containerd"))
     return [
         Figure("containers of Docker alone: running", "", [number]),
@@ -305,11 +314,11 @@ def _peer(fixture: Fixture, api: Any, number: int) -> list[Figure]:
 
 
 @contextmanager
-def _containers(api: Any, number: int) -> Iterator[None]:
+def _containers(api: Any, runtime: str, number: int) -> Iterator[None]:
     made = []
     try:
         for _ in range(number):
-            host = host_config(api, PLAIN["runsc"])
+            host = host_config(api, PLAIN[runtime])
             made.append(api.create_container(image=IMAGE, command=_ENTRYPOINT, host_config=host)["Id"])
             api.start(made[-1])
         yield

@@ -57,6 +57,8 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     of_density = "of the benchmark density (%(default)s); 0: none"
     parser.add_argument("--sandboxes", type=int, default=density.SANDBOXES_WANTED, help=f"idle sandboxes {of_density}")
     parser.add_argument("--slots", type=int, default=density.SLOTS_WANTED, help=f"slots without sandboxes {of_density}")
+    of_runtime = "runtime of these sandboxes: %(choices)s (%(default)s)"
+    parser.add_argument("--runtime", choices=create.PLAIN, default=density.RUNTIME, help=of_runtime)
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"there is no benchmark {unknown[0]!r}")
@@ -71,7 +73,12 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
         parser.error("density takes most of the machine: name it alone")
     benches = known | {
         "gateway": partial(gateway.measure, only=options.only or goals.WAYS),
-        "density": partial(density.measure, sandboxes=options.sandboxes, number_of_slots=options.slots),
+        "density": partial(
+            density.measure,
+            runtime=options.runtime,
+            sandboxes=options.sandboxes,
+            number_of_slots=options.slots,
+        ),
     }
     signal.signal(signal.SIGTERM, _interrupt)
     about = machine()

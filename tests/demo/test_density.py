@@ -27,7 +27,7 @@ def _runsc(pid: int, parent: int, program: str, run: str = "ours") -> Process:
         (Process(20, 10, ("/usr/sbin/dockerd", "--host=unix:///run/ours/docker.sock", "")), "dockerd"),
         (Process(20, 5, ("containerd", "--config", "/run/ours/docker/containerd/containerd.toml")), "containerd"),
         (Process(20, 1, ("/usr/bin/containerd-shim-runc-v2", "-address", "/run/ours/x.sock")), "containerd-shims"),
-        (_runsc(20, 5, "runsc-sandbox"), "runsc sandboxes"),
+        (_runsc(20, 5, "runsc-sandbox"), "sandboxes"),
         (_runsc(20, 5, "runsc-gofer"), "runsc gofers"),
         (_runsc(20, 5, "runsc-sandbox", "theirs"), None),
         (Process(20, 1, ("python", "-m", "runtimes.hostd", "/run/ours-too/launch/host.json")), None),
@@ -41,7 +41,13 @@ def test_a_process_belongs_to_the_component_of_its_command_line(process: Process
 
 def test_a_process_without_a_name_belongs_to_its_nearest_ancestor() -> None:
     found = classify((Process(3, 2, ("",)), Process(2, 1, ("",)), _runsc(1, 9, "runsc-sandbox"), HOSTD), RUN)
-    assert {"hostd": [10], "runsc sandboxes": [1, 2, 3]} == members(found)
+    assert {"hostd": [10], "sandboxes": [1, 2, 3]} == members(found)
+
+
+def test_on_runc_the_children_of_a_shim_are_the_sandbox() -> None:
+    shim = Process(5, 1, ("/usr/bin/containerd-shim-runc-v2", "-address", "/run/ours/x.sock"))
+    found = classify((HOSTD, shim, Process(6, 5, ("/opt/execd", "")), Process(7, 6, ("tail", ""))), RUN)
+    assert {"hostd": [10], "containerd-shims": [5], "sandboxes": [6, 7]} == members(found)
 
 
 def test_parents_in_a_circle_end() -> None:
