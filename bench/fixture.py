@@ -38,6 +38,8 @@ class BenchError(Exception):
 class BenchStack(Stack):
     """The demo's server, with the addresses of the benchmarks' hosts, and limits that no sample reaches."""
 
+    disk = "512Mi"
+
     @property
     def settings(self) -> str:
         known = ", ".join(f'"{host}" = ["{address}"]' for host, address in (HOSTS | PAGES).items())

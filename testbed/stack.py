@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,6 @@ from opensandbox.config.connection_sync import ConnectionConfigSync
 from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.net.slot_pool import AHEAD
-from testbed import docker_exec
 from testbed.internet import DNS_ADDRESS, Internet, whole_lines
 from testbed.rings import settle
 from testbed.traces import Traces, take
@@ -64,6 +63,8 @@ class StackError(Exception):
 class Stack:
     """The running server. Use as a context manager; `directory` holds everything it writes except Docker's data."""
 
+    disk = "128Mi"
+    """The size of a sandbox's disk. All of it is allocated, which takes processor time in shared memory."""
     slots_ahead = AHEAD
     """The number of slots that the server has ready while nothing is launched."""
 
@@ -99,7 +100,7 @@ upstream_roots = "{self.internet.roots}"
 dns_upstreams = ["{DNS_ADDRESS}:53"]
 runsc = "{environment["SALLYPORT_RUNSC"]}"
 execd = "{environment["SALLYPORT_EXECD"]}"
-default_disk = "512Mi"
+default_disk = "{self.disk}"
 
 [[sallyport.images]]
 name = "{IMAGE}"
@@ -230,15 +231,6 @@ data_root = "{self._docker_data}"
         """Run Docker's own client with the server's dockerd, as root of the host can."""
         command = ["docker", "-H", f"unix://{self.run / 'docker.sock'}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    def execute(self, container: str, *command: str) -> tuple[int, str]:
-        """Run a program with `docker exec`; return its status and output."""
-
-        def start(marked: Sequence[str]) -> tuple[int, str]:
-            done = self.docker("exec", container, *marked)
-            return done.returncode, done.stdout + done.stderr
-
-        return docker_exec.execute(start, command)
 
     def permit_images(self, *names: str) -> None:
         """Add images that Docker has to those from which sandboxes can be started."""

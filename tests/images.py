@@ -25,6 +25,7 @@ class Fetching(Second):
 
     skopeo = ""
     largest = "1Gi"
+    disk = "64Mi"
 
     @property
     def settings(self) -> str:
@@ -36,7 +37,7 @@ class Fetching(Second):
         return (
             super()
             .settings.replace("[sallyport.docker]", registry + "[sallyport.docker]")
-            .replace('default_disk = "512Mi"', f'default_disk = "64Mi"\nmax_image = "{self.largest}"')
+            .replace("default_disk =", f'max_image = "{self.largest}"\ndefault_disk =')
         )
 
 

@@ -157,6 +157,9 @@ async def _worker(order: dict[str, Any]) -> None:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await moving.wait()
+        if not policy:  # as the real worker, which denies
+            writer.close()
+            return
         original = writer.get_extra_info("socket").getsockopt(socket.SOL_IP, 80, 16)
         port, address = int.from_bytes(original[2:4]), socket.inet_ntoa(original[4:8])
         note = policy.get("note")

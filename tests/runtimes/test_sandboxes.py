@@ -96,17 +96,24 @@ async def test_as_many_launches_are_under_way_as_the_operator_allows(tmp_path: P
 
 
 class BusyDocker:
-    """A replacement for `runtimes.engine.docker.Docker`, which fails so many times for each sandbox."""
+    """A replacement for `runtimes.engine.docker.Docker`, which fails so many times for each sandbox.
+
+    The first call waits for a second one at the same time.
+    """
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.asked: dict[str, int] = {}
         self.present = self.most = 0
+        self._second = asyncio.Event()
 
     async def ours(self, sandbox: str) -> list[tuple[str, str]]:
         self.present += 1
         self.most = max(self.most, self.present)
-        await asyncio.sleep(0.001)
+        if self.present == 2:
+            self._second.set()
+        await self._second.wait()
+        await asyncio.sleep(0.02)  # A third one has time to come.
         self.present -= 1
         self.asked[sandbox] = self.asked.get(sandbox, 0) + 1
         if self.asked[sandbox] <= self.failures:

@@ -100,7 +100,8 @@ def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatch
 
             assert Control.WORKLOAD is attempt.control(runtime)
             # docker exec, because execd is reached through the gateway
-            assert frames(0, report(attempt.probe, *stack.execute(container, "env", environment, *probe))) > 0
+            done = stack.docker("exec", "-e", environment, container, *probe)
+            assert frames(0, report(attempt.probe, done.returncode, done.stdout + done.stderr)) > 0
             with (
                 one.address_restored(),
                 PrivilegedContainer(stack.netns(one.id, "sbx"), sandbox_targets(), "192.0.2.1") as privileged,

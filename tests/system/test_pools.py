@@ -190,9 +190,9 @@ def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) ->
 
     def programs() -> set[str]:
         loop = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | cut -d' ' -f1; done"
-        status, shown = stack.execute(container, "sh", "-c", loop)
-        assert 0 == status, shown
-        return {line.rpartition("/")[2] for line in shown.split()} - {"sh", "cut", "tr"}
+        shown = stack.docker("exec", container, "sh", "-c", loop)
+        assert 0 == shown.returncode, shown.stderr
+        return {line.rpartition("/")[2] for line in shown.stdout.split()} - {"sh", "cut", "tr"}
 
     assert {"execd"} == programs()
     made = claimed(stack)

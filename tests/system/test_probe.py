@@ -39,8 +39,8 @@ def _document(*runtimes: str) -> dict[str, Any]:
     }
 
 
-def _toml(path: Path) -> Path:
-    table = _document(*RUNTIMES)["sallyport"]
+def _toml(path: Path, runtimes: tuple[str, ...]) -> Path:
+    table = _document(*runtimes)["sallyport"]
     (image,) = table["images"]
     path.write_text(
         f"""
@@ -48,7 +48,7 @@ def _toml(path: Path) -> Path:
 runsc = "{table["runsc"]}"
 execd = "{table["execd"]}"
 images = [{{ name = "{image["name"]}", tar = "{image["tar"]}" }}]
-allowed_runtimes = ["runc", "runsc"]
+allowed_runtimes = {list(runtimes)}
 """
     )
     return path
@@ -85,12 +85,12 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
         time.sleep(1)
 
 
-def _command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "lifecycle.cli", "--config", str(_toml(path)), "doctor", "--probe"]
+def _command(path: Path, *runtimes: str) -> list[str]:
+    return [sys.executable, "-m", "lifecycle.cli", "--config", str(_toml(path, runtimes)), "doctor", "--probe"]
 
 
 def test_every_way_is_held_on_both_runtimes(tmp_path: Path) -> None:
-    done = subprocess.run(_command(tmp_path / "settings.toml"), capture_output=True, text=True, check=False)
+    done = subprocess.run(_command(tmp_path / "settings.toml", *RUNTIMES), capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     held = {tuple(line.split(maxsplit=1)[1].split(":")[0].split(maxsplit=1)) for line in lines if line[:4] == "held"}
 
@@ -135,7 +135,7 @@ def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.extended), signal.SIGTERM])
 def test_an_interrupted_probe_clears_up(number: signal.Signals, tmp_path: Path) -> None:
-    with subprocess.Popen(_command(tmp_path / "settings.toml"), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(_command(tmp_path / "settings.toml", "runc"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line.startswith("held") for line in process.stdout)
         process.send_signal(number)

@@ -84,9 +84,9 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def works(stack: Stack, container: str) -> bool:
     """Return whether a sandbox reaches an allowed host, and not a denied one."""
-    seen = stack.execute(container, "curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", f"https://{STATUS}/")
-    status, _ = stack.execute(container, "curl", "-sSk", "--max-time", "3", f"https://{ATTACKER}/")
-    return seen == (0, "200") and status != 0
+    seen = stack.docker("exec", container, "sh", "-c", f"curl -sS -o /dev/null -w %{{http_code}} https://{STATUS}/")
+    denied = stack.docker("exec", container, "sh", "-c", f"curl -sSk --max-time 3 https://{ATTACKER}/")
+    return seen.stdout == "200" and denied.returncode != 0
 
 
 def answers(stack: Stack, path: str = "") -> bool:
