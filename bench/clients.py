@@ -42,18 +42,42 @@ def wrk(way: Way, connections: int, seconds: int) -> dict[str, float]:
     Raises:
         BenchError: a request failed.
     """
-    command = (
-        *("wrk", "--threads", "1", "--connections", str(connections), "--duration", f"{seconds}s"),
-        *("--timeout", "20s", "--script", str(_SCRIPT), f"{way.url}/page", "--", way.kind),
-    )
-    done = _run(way, *command)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
+    done = _run(way, *_wrk(way, connections, seconds, way.kind))
+    found = result(done.stdout)
+    if done.returncode != 0 or found is None:
         raise BenchError(f"{way.name}: wrk ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
-    result: dict[str, float] = json.loads(lines[-1])
-    if result["failures"] or not result["requests"]:
-        raise BenchError(f"{way.name}, {connections} connections, wrk {way.kind}: {result}")
-    return result
+    if found["failures"] or not found["requests"]:
+        raise BenchError(f"{way.name}, {connections} connections, wrk {way.kind}: {found}")
+    return found
+
+
+def new_heads(way: Way, connections: int, seconds: int, beginning: str) -> list[str]:
+    """Return the command of wrk with a new path in each request, from `beginning`/1 on."""
+    return [*way.prefix, *_wrk(way, connections, seconds, "new", beginning)]
+
+
+def _wrk(way: Way, connections: int, seconds: int, *arguments: str) -> tuple[str, ...]:
+    return (
+        *("wrk", "--threads", "1", "--connections", str(connections), "--duration", f"{seconds}s"),
+        *("--timeout", "20s", "--script", str(_SCRIPT), f"{way.url}/page", "--", *arguments),
+    )
+
+
+def result(output: str) -> dict[str, float] | None:
+    """Return what wrk's script has printed; None if it has not ended."""
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return dict(json.loads(lines[-1])) if lines else None
+
+
+def get(way: Way, path: str) -> None:
+    """Send one request.
+
+    Raises:
+        BenchError: it failed.
+    """
+    done = _run(way, "curl", "--silent", "--show-error", "--insecure", "--fail", "--max-time", "60", f"{way.url}{path}")
+    if done.returncode != 0:
+        raise BenchError(f"{way.name}: curl ended with {done.returncode}: {done.stderr[-300:]}")
 
 
 def http2(way: Way, seconds: int) -> float:

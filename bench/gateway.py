@@ -46,14 +46,14 @@ def measure(fixture: Fixture, rounds: int, only: Collection[str] = WAYS) -> list
             envoy = stack.enter_context(peers.envoy(fixture)) if ENVOY in only else 0
             mitmproxy = stack.enter_context(peers.mitmproxy(fixture)) if MITMPROXY in only else 0
             squid = stack.enter_context(peers.squid(fixture)) if SQUID in only else 0
-            ways = [way for way in _ways(fixture, str(sandbox.id), envoy, mitmproxy, squid) if way.name in only]
-            for way in ways:
+            wanted = [way for way in ways(fixture, str(sandbox.id), envoy, mitmproxy, squid) if way.name in only]
+            for way in wanted:
                 clients.wrk(way, 1, 1)  # makes certificates, and shows that the path works
             for _ in range(rounds):
-                for way in ways:
+                for way in wanted:
                     _add(samples, way, _round(way))
                     _rest(way)
-                _half_load(samples, ways)
+                _half_load(samples, wanted)
     finally:
         sandbox.kill()
         sandbox.close()
@@ -65,14 +65,14 @@ def _add(samples: Samples, way: Way, seen: Mapping[tuple[str, str], float]) -> N
         samples.setdefault((f"{what}: {way.name}", unit), []).append(value)
 
 
-def _half_load(samples: Samples, ways: Collection[Way]) -> None:
+def _half_load(samples: Samples, wanted: Collection[Way]) -> None:
     """Measure the latency at half of the requests that injection has reached in this round, at the same rate on all."""
     reached = [
         samples[f"requests, {of_connections(number)}: {goals.INJECTED}", "1/s"][-1]
         for number in CONNECTIONS
-        if any(way.name == goals.INJECTED for way in ways)
+        if any(way.name == goals.INJECTED for way in wanted)
     ]
-    for way in ways if reached else ():
+    for way in wanted if reached else ():
         if way.name in (BARE, goals.INJECTED, ENVOY):
             _add(samples, way, {(HALF_LOAD, "ms"): clients.paced(way, max(reached) / 2, SECONDS)})
 
@@ -82,7 +82,8 @@ def _peer(name: str, samples: Samples) -> str | None:
     return peer if peer != name and any(peer == other for other, _ in samples) else None
 
 
-def _ways(fixture: Fixture, sandbox: str, envoy: int, mitmproxy: int, squid: int) -> Iterator[Way]:
+def ways(fixture: Fixture, sandbox: str, envoy: int = 0, mitmproxy: int = 0, squid: int = 0) -> Iterator[Way]:
+    """Yield all paths. The numbers are the processes of the peers."""
     directory = fixture.internet.directory
     resolver, hosts = directory / "resolv.conf", directory / "hosts"
     resolver.write_text(RESOLV_CONF)

@@ -12,7 +12,20 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from bench import burst, create, density, execd, first_code, gateway, goals, listing, pause, policy_change, snapshot
+from bench import (
+    burst,
+    create,
+    density,
+    execd,
+    first_code,
+    gateway,
+    goals,
+    listing,
+    losses,
+    pause,
+    policy_change,
+    snapshot,
+)
 from bench.chart import draw
 from bench.figures import Figure, describe, machine, table
 from bench.fixture import BenchError, BenchStack, CodeStack, DensityStack, Fixture, fixture
@@ -30,8 +43,9 @@ BENCHES: dict[str, Callable[[Fixture, int], list[Figure]]] = {
     "list": listing.measure,
     "code": first_code.measure,
 }
-ON_DEMAND: dict[str, Callable[[Fixture, int], list[Figure]]] = {"density": density.measure}
-"""Benchmarks that take most of the machine's memory. Each runs only if it is named, and alone."""
+ON_DEMAND: dict[str, Callable[[Fixture, int], list[Figure]]] = {"density": density.measure, "losses": losses.measure}
+"""Benchmarks that take most of the machine's memory, or kill the server's processes. Each runs only if it is named, and
+alone."""
 ROUNDS = 20
 
 
@@ -47,9 +61,8 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     """Run the named benchmarks, or all; return the exit status. A missed goal is no failure."""
     known = BENCHES | ON_DEMAND
     parser = argparse.ArgumentParser(prog="./run bench", allow_abbrev=False)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all but density if none is named"
-    )
+    of_names = f"of {', '.join(known)}; if none is named, all but {', '.join(ON_DEMAND)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=of_names)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"samples of each figure ({ROUNDS})")
     parser.add_argument("--output", type=Path, help="the JSON document; else a new file below the home directory")
     help_only = "a path of the benchmark gateway; may be repeated; else all: %(choices)s"
@@ -70,7 +83,7 @@ def main(arguments: list[str], *, prefix: str = PREFIX) -> int:
     if options.only and "gateway" not in names:
         parser.error("--only is an option of the benchmark gateway")
     if set(names) & ON_DEMAND.keys() and len(set(names)) > 1:
-        parser.error("density takes most of the machine: name it alone")
+        parser.error(f"each of {', '.join(ON_DEMAND)} is run alone: name no other")
     benches = known | {
         "gateway": partial(gateway.measure, only=options.only or goals.WAYS),
         "density": partial(

@@ -24,6 +24,8 @@ SPLICED, INSPECTED, INJECTED = PAGES
 ENVOY_PORT, MITMPROXY_PORT = 8443, 8444
 SQUID_PORT, _BUMP_PORT = 443, 3128  # Squid calls the port that Host names
 BULK_BYTES = 1 << 30
+LOGGED = "logged"
+"""The first part of paths whose requests nginx writes down."""
 PROXY_CORE, OTHER_CORE = 0, 1
 _PAGE = "x" * 1024
 
@@ -34,9 +36,13 @@ def pinned(core: int, *command: str) -> list[str]:
 
 
 @contextmanager
-def nginx(fixture: Fixture) -> Iterator[None]:
-    """Run the server of all pages, on the core that it shares with the client."""
+def nginx(fixture: Fixture) -> Iterator[Path]:
+    """Run the server of all pages, on the core that it shares with the client.
+
+    Yield the file to which it writes the paths of requests below `LOGGED`, a line each, within a second.
+    """
     directory = fixture.internet.directory / "nginx"
+    paths = directory / "paths.log"
     directory.mkdir()
     (directory / "bulk").touch()
     os.truncate(directory / "bulk", BULK_BYTES)
@@ -49,6 +55,7 @@ daemon off; user root; worker_processes 1; pid {directory}/pid; error_log {direc
 worker_rlimit_nofile 8192;
 events {{ worker_connections 4096; }}
 http {{
+  log_format path $request_uri;
   access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000; keepalive_timeout 600;
   client_body_temp_path {bodies}; proxy_temp_path {directory}/proxy; fastcgi_temp_path {directory}/fastcgi;
   uwsgi_temp_path {directory}/uwsgi; scgi_temp_path {directory}/scgi;
@@ -60,7 +67,7 @@ http {{
         program = (os.environ["SALLYPORT_NGINX"], "-p", str(directory), "-e", log, "-c", str(configuration))
         with _running(fixture, in_namespace(fixture.internet, fixture.internet.net, *pinned(OTHER_CORE, *program))):
             wait_until(lambda: all(_listens(fixture, address, 443) for address in PAGES.values()), "nginx listens")
-            yield
+            yield paths
 
 
 def _server(fixture: Fixture, directory: Path, bodies: str, host: str, address: str) -> str:
@@ -72,6 +79,9 @@ def _server(fixture: Fixture, directory: Path, bodies: str, host: str, address: 
     ssl_certificate {certificate}; ssl_certificate_key {certificate};
     root {directory};
     location /page {{ default_type text/plain; return 200 {_PAGE}; }}
+    location /{LOGGED}/ {{
+      default_type text/plain; access_log {directory}/paths.log path buffer=64k flush=1s; return 200 {_PAGE};
+    }}
     location /bulk {{ }}
     location /upload {{ client_max_body_size 0; root {bodies}; dav_methods PUT; }}
   }}

@@ -1,7 +1,7 @@
 -- wrk's script of the benchmark `gateway`: prints one JSON object at the end.
 --
--- The argument is "same" (each request is equal), "new" (each request has a new path and header value) or "close" (each
--- request opens a new connection).
+-- The first argument is "same" (each request is equal), "new" (each request has a new path and header value) or "close"
+-- (each request opens a new connection). With "new", the second argument is what the paths begin with.
 
 local number = 0
 
@@ -10,9 +10,10 @@ function init(arguments)
    if kind == "close" then
       wrk.headers["Connection"] = "close"
    elseif kind == "new" then
+      local beginning = arguments[2] or "/page"
       request = function()
          number = number + 1
-         return wrk.format("GET", "/page/" .. number, { ["X-Number"] = tostring(number) })
+         return wrk.format("GET", beginning .. "/" .. number, { ["X-Number"] = tostring(number) })
       end
    end
 end
