@@ -53,12 +53,12 @@ PAIRS = [
     "serve+hostd",
 ]
 _POLL = f"""
-import json, ssl, sys, time, urllib.error, urllib.request
+import ssl, sys, time, urllib.error, urllib.request
 context = ssl.create_default_context()  # once: the authorities of before whatever happens
 def get(url):
     try:
         with urllib.request.urlopen(url, timeout=2, context=context) as answer:
-            return "ok" if json.loads(answer.read()) else "empty"
+            return "ok" if answer.read() else "empty"
     except urllib.error.HTTPError as error:
         return f"http-{{error.code}}"
     except urllib.error.URLError as error:
@@ -67,7 +67,7 @@ def get(url):
         return type(error).__name__
 for number in range(1000000):
     began = time.time()
-    said = get(f"https://{API}/v1/poll/{{sys.argv[1]}}/{{number}}")
+    said = get(f"https://{API}/v1/quiet/poll/{{sys.argv[1]}}/{{number}}")
     denied = get(f"https://{API}/admin") if said == "ok" else "http-403"
     escaped = [get(url) for url in ("https://{ATTACKER}/", "https://{ADDRESSES[ATTACKER]}/")] if number % 3 == 0 else []
     print(began, number, said, denied, *escaped, flush=True)
@@ -180,7 +180,7 @@ def policies(stack: Stack, clients: list[Client]) -> list[str]:
 
 def arrived(internet: Internet) -> set[str]:
     """Return the targets of the clients' requests that the API has received."""
-    return {str(note["target"]) for note in internet.notes() if "/v1/poll/" in str(note.get("target"))}
+    return {str(note["target"]) for note in internet.notes() if "/v1/quiet/poll/" in str(note.get("target"))}
 
 
 def recorded(stack: Stack) -> set[str]:

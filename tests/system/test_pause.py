@@ -46,8 +46,8 @@ def ask():
     while True:
         number += 1
         try:
-            with urllib.request.urlopen(f"https://{API}/v1/poll/{{sys.argv[1]}}/{{number}}", timeout=5) as answer:
-                said = "ok" if json.loads(answer.read()) else "empty"
+            with urllib.request.urlopen(f"https://{API}/v1/quiet/poll/{{sys.argv[1]}}/{{number}}", timeout=5) as answer:
+                said = "ok" if answer.read() else "empty"
         except Exception as error:
             said = type(error).__name__
         print(time.time(), said, flush=True)
@@ -170,7 +170,7 @@ def busy(stack: Stack, runtime: str) -> Iterator[Any]:
 
 def polls(internet: Internet, name: str) -> list[dict[str, Any]]:
     """Return the sandbox's requests that the API has received."""
-    return [note for note in internet.notes() if f"/v1/poll/{name}/" in str(note.get("target"))]
+    return [note for note in internet.notes() if f"/v1/quiet/poll/{name}/" in str(note.get("target"))]
 
 
 def carries(frame: Frame) -> bool:

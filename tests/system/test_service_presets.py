@@ -194,10 +194,11 @@ def _storage(internet: Internet, directory: Path, services: Services) -> Iterato
 def _callers(stack: Stack, storage: Storage) -> Iterator[dict[str, SandboxSync]]:
     """Return one sandbox on each runtime with all clients. The region of AWS is no secret: the create call has it."""
     clients = (Path(os.environ["SALLYPORT_CLIENTS"]) / "services.tar.gz").read_bytes()
-    made = {
-        runtime: stack.create(runtime, policy="calling", env={"AWS_DEFAULT_REGION": "eu-west-1"})
-        for runtime in ("runsc", "runc")
+    options: dict[str, Any] = {
+        "env": {"AWS_DEFAULT_REGION": "eu-west-1"},
+        "resource": {"cpu": "1", "memory": "2Gi", "disk": "512Mi"},
     }
+    made = {runtime: stack.create(runtime, policy="calling", **options) for runtime in ("runsc", "runc")}
     for sandbox in made.values():
         sandbox.files.write_file("/tmp/clients.tar.gz", clients)
         sandbox.files.write_file("/tmp/program.py", _PYTHON)

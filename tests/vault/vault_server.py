@@ -102,7 +102,7 @@ class VaultServer:
         program = os.environ.get("SALLYPORT_VAULT", "")
         if not os.access(program, os.X_OK):
             pytest.fail("SALLYPORT_VAULT names no program: ./run test builds it", pytrace=False)
-        self._program = Path(program)
+        self._program = Path(program).resolve()  # Vault executes nothing behind a link
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._active = active
