@@ -166,14 +166,15 @@ class Cgroups:
         return tuple(f"cgroup {directory}" for directory in left)
 
     def end_all(self, seconds: float) -> None:
-        """Give the processes in all groups of this instance this time to end by themselves, then kill the others."""
-        deadline = time.monotonic() + seconds
-        while pids := self._pids():
-            if time.monotonic() >= deadline:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                return
+        """Give the processes in all groups of this instance this time to end by themselves, then kill the others.
+
+        A killed process can still be in a system call. This waits until it has ended, at most `_SETTLE_SECONDS`.
+        """
+        grace = time.monotonic() + seconds
+        while (pids := self._pids()) and (now := time.monotonic()) < grace + _SETTLE_SECONDS:
+            for pid in pids if now >= grace else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
 
     def _pids(self) -> set[int]:

@@ -173,6 +173,27 @@ def test_a_worker_that_stays_is_killed_before_the_next_hostd(
 
 
 @pytest.mark.system
+def test_killed_workers_have_ended_when_the_call_returns(tmp_path: Path) -> None:
+    """They give much memory back when they end."""
+    groups = Cgroups(str(tmp_path))
+    holds = "held = bytearray(b'x' * (192 << 20)); print(flush=True); import time; time.sleep(600)"
+    workers = [subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        directories = groups.create("hostile.1", GroupLimits())
+        for worker in workers:
+            assert worker.stdout is not None and worker.stdout.readline()
+            for directory in directories:
+                (directory / "cgroup.procs").write_text(str(worker.pid))
+        groups.end_all(0.0)
+        assert not any(alive(worker.pid) for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+        groups.sweep()
+
+
+@pytest.mark.system
 def test_a_watchdog_that_starts_beside_another_server_leaves_its_workers_alone(
     keep: Callable[[str], Kept], tmp_path: Path
 ) -> None:
