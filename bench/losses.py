@@ -48,7 +48,7 @@ def measure(fixture: Fixture, _rounds: int) -> list[Figure]:
 
 
 def _killed(fixture: Fixture, way: Way, part: Part) -> float:
-    """Kill a component while requests are sent; return how many had a response with status 200, per second."""
+    """Kill a component while requests are sent; return the responses per second, errors included."""
     command = clients.new_heads(way, CONNECTIONS, SECONDS, f"/{peers.LOGGED}/{part}")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as load:
         time.sleep(_BEFORE_SECONDS)

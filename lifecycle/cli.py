@@ -107,10 +107,11 @@ def _module(command: str) -> Subcommand:
             from lifecycle.commands import volume
 
             return volume
-        case _:
+        case "audit":
             from lifecycle.commands import audit
 
             return audit
+    raise LookupError(f"no module for the command {command}")
 
 
 if __name__ == "__main__":

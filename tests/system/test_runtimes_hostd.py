@@ -281,6 +281,7 @@ class Engine:
             capture_output=True,
             text=True,
             check=False,
+            timeout=PATIENCE,
         )
         return done.returncode, done.stdout + done.stderr
 
