@@ -80,7 +80,7 @@ def for_tests(places: Places) -> None:
 def _vault_server(places: Places, root: Path) -> str:
     path = f"{places.cache}/{names.vault_server(root)}"
     if not os.access(path, os.X_OK):
-        options = ("-trimpath", "-tags=minimal", "-ldflags=-s -w", "-o", path)
+        options = ("-tags=minimal", "-ldflags=-s -w", "-o", path)
         step(
             "HashiCorp Vault (Go modules, some minutes)",
             *go(places),
@@ -155,7 +155,7 @@ def _storage(places: Places) -> str:
 def _execd(places: Places, root: Path) -> str:
     path = f"{places.cache}/{names.execd(root)}"
     if not os.access(path, os.X_OK):
-        step("execd", *go(places), "build", "-trimpath", "-ldflags=-s -w", "-o", path, ".", cwd="execd")
+        step("execd", *go(places), "build", "-ldflags=-s -w", "-o", path, ".", cwd="execd")
     return path
 
 

@@ -64,6 +64,7 @@ class Places:
             "UV_CACHE_DIR": f"{self.cache}/uv-cache",
             "UV_PYTHON_INSTALL_DIR": f"{self.cache}/python",
             "GOCACHE": f"{self.cache}/go-build",
+            "GOFLAGS": "-trimpath",  # else the cache serves only checkouts at the same path
             "GOMODCACHE": f"{self.cache}/go-mod",
             "MYPY_CACHE_DIR": f"{self.cache}/mypy",
             "RUFF_CACHE_DIR": f"{self.cache}/ruff",

@@ -23,6 +23,7 @@ from demo.sandboxes import Secrets
 from policy.compiled import CompiledPolicy
 from testbed.internet import API, GIT, INDEX, PREFIX, Internet
 from testbed.stack import IMAGE, Stack, code_image
+from tests import docker_data
 from wire.api.hostd import Configure
 
 INTERNET = PREFIX
@@ -115,7 +116,10 @@ def beside(kind: type[Stack], name: str, values: Secrets | None = None, below: s
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
         with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:
             try:
-                with kind(internet, place / "stack") as stack:
+                stack = kind(internet, place / "stack")
+                if below == MEMORY:
+                    docker_data.provide(place / "home" / "docker", stack.settings, below)
+                with stack:
                     yield stack
             finally:
                 subprocess.run(["rm", "-rf", str(run), str(place / "home")], check=False)

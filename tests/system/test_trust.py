@@ -39,6 +39,8 @@ _PIP = (
     "install -q --disable-pip-version-check --root-user-action ignore --no-cache-dir --retries 0 --force-reinstall "
     f"--index-url https://{INDEX}/simple/ bank-tools"
 )
+_VENV = "/opt/venv"
+"""A virtual environment of the base sandbox, made once: its pip has its own requests and certifi."""
 _IMPORT = "-c 'import bank_tools; print(bank_tools.ANSWER)'"
 _NPM = f"npm install --no-audit --no-fund --no-update-notifier --fetch-retries 0 --registry https://{INDEX}/npm/"
 _PYTHON = {
@@ -100,7 +102,7 @@ CLIENTS = {
     ),
     "pip": Client(f"pip {_PIP} && python3 {_IMPORT}", "42", INDEX, _SIMPLE),
     "venv": Client(
-        f"python3 -m venv v && v/bin/pip {_PIP} && v/bin/python {_IMPORT}", "42", INDEX, "/simple/bank-tools/"
+        f"{_VENV}/bin/pip {_PIP} --target v && PYTHONPATH=v {_VENV}/bin/python {_IMPORT}", "42", INDEX, _SIMPLE
     ),
     "npm": Client(f"{_NPM} bank-tools && node -p 'require(\"bank-tools\")'", "42", INDEX, "/npm/bank-tools"),
     "node https": Client(f"""node -e 'require("https").get("{URL}", answer => console.log(answer.statusCode))'"""),
@@ -175,6 +177,8 @@ def _base(request: pytest.FixtureRequest, stack: Stack, internet: Internet, valu
         place._sandbox.files.write_file("/tmp/httpx.tar", _httpx())
         site = "/usr/local/lib/python3.11/dist-packages"
         assert 0 == place.run(f"mkdir -p {site} && tar -C {site} -xf /tmp/httpx.tar")[0]
+        code, printed = place.run(f"python3 -m venv {_VENV}")
+        assert 0 == code, printed
         yield place
 
 
