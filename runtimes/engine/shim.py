@@ -19,7 +19,8 @@ calls it for the subcommands in `CHECKED`.
 - If the plan limits what the sandbox can write, the root file system must not be larger. The volumes of its image are
   other directories without a limit, so they are not mounted: the root file system has their content, too.
 - Each volume of the sandbox must be in the bundle, from the planned mount, whose root is the planned inode.
-- Bind mounts lose set-user-id bits and devices, and no mount of the host propagates into the container.
+- A mount with a bind option counts as a bind mount, whatever its type is. Bind mounts lose set-user-id bits and
+  devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
 - `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container,
   or with an option that Docker does not use, is refused. Each other subcommand goes to the real runtime unchanged.
@@ -58,6 +59,7 @@ _REFUSED = frozenset(("run", "restore", "checkpoint"))
 CHECKED = _REFUSED | {"create", "exec"}
 """The subcommands that the shim checks."""
 _DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
+_ALL_DENIED = {"allow": False, "access": "rwm"}
 _FORBIDDEN_CALLS = frozenset(
     (
         "io_uring_setup",
@@ -97,6 +99,27 @@ _FAMILIES = frozenset((1, 2, 10))
 _NETLINK = 16
 _CLONE_NAMESPACES = 0x7E020000
 _INERT = ("nosuid", "nodev")
+_LIVELY = frozenset(("suid", "dev"))
+"""The opposites of `_INERT`: of two opposite options a runtime follows the later one."""
+_BIND = frozenset(("bind", "rbind"))
+"""A mount with one of these options is a bind mount to both runtimes, whatever its type is."""
+_KERNEL_MOUNTS = frozenset(("proc", "tmpfs", "devpts", "mqueue"))
+_READ_ONLY_MOUNTS = frozenset(("sysfs", "cgroup"))
+_MASKED = frozenset(
+    (
+        "/proc/acpi",
+        "/proc/asound",
+        "/proc/kcore",
+        "/proc/keys",
+        "/proc/latency_stats",
+        "/proc/sched_debug",
+        "/proc/scsi",
+        "/proc/timer_list",
+        "/proc/timer_stats",
+        "/sys/firmware",
+    )
+)
+_READ_ONLY = frozenset(("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"))
 _SYSCTL = {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "1 0"}
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE = 4 * 1024 * 1024
@@ -209,6 +232,8 @@ def check_seccomp(seccomp: Any) -> None:
         if rule.get("action") == "SCMP_ACT_ERRNO":
             continue
         names, arguments = set(rule.get("names") or ()), rule.get("args") or []
+        if len({item.get("index") for item in arguments}) != len(arguments):
+            raise LaunchRefused("seccomp has several conditions on one argument")  # runc allows what meets any of them
         if names & _FORBIDDEN_CALLS:
             raise LaunchRefused(f"seccomp allows {', '.join(sorted(names & _FORBIDDEN_CALLS))}")
         if "clone3" in names:
@@ -231,7 +256,7 @@ def _masks_namespaces(arguments: list[dict[str, Any]]) -> bool:
 
 def _closed_socket(arguments: list[dict[str, Any]]) -> bool:
     equal = {item.get("index"): item.get("value") for item in arguments if item.get("op") == "SCMP_CMP_EQ"}
-    return equal.get(0) in _FAMILIES or (equal.get(0) == _NETLINK and equal.get(2, -1) == 0)
+    return equal.get(0) in _FAMILIES or (equal.get(0) == _NETLINK and equal.get(2) == 0)
 
 
 def check_devices(linux: dict[str, Any]) -> None:
@@ -239,7 +264,7 @@ def check_devices(linux: dict[str, Any]) -> None:
     if linux.get("devices"):
         raise LaunchRefused("the bundle brings device nodes")
     rules = (linux.get("resources") or {}).get("devices") or []
-    if not rules or rules[0].get("allow") or rules[0].get("access") != "rwm" or rules[0].get("major") is not None:
+    if not rules or {name: value for name, value in rules[0].items() if value is not None} != _ALL_DENIED:
         raise LaunchRefused("devices are not denied first")
     for rule in rules[1:]:
         if not rule.get("allow") or rule.get("access") == "m":
@@ -263,18 +288,23 @@ def check_mounts(mounts: list[dict[str, Any]], binds: dict[str, Any], volumes: d
             raise LaunchRefused(f"the volume on {place} is not what was checked")
     for mount in mounts:
         kind, options = mount.get("type"), mount.get("options") or []
-        if kind in ("proc", "tmpfs", "devpts", "mqueue"):
-            continue
-        if kind in ("sysfs", "cgroup") and "ro" in options:
+        read_only = "ro" in options and "rw" not in options
+        if not _is_bind(mount) and (kind in _KERNEL_MOUNTS or (kind in _READ_ONLY_MOUNTS and read_only)):
             continue
         destination = mount.get("destination")
         planned = volumes.get(str(destination)) or binds.get(str(destination))
         if planned is None or planned[0] != mount.get("source"):
             raise LaunchRefused(f"mount on {destination} is not planned")
-        if planned[1] and "ro" not in options:
+        if planned[1] and not read_only:
             raise LaunchRefused(f"mount on {destination} is not read-only")
+        if _LIVELY & set(options):
+            raise LaunchRefused(f"mount on {destination} has devices or set-user-id bits")
         if {"shared", "rshared", "slave", "rslave"} & set(options):
             raise LaunchRefused(f"mount on {destination} propagates")
+
+
+def _is_bind(mount: dict[str, Any]) -> bool:
+    return mount.get("type") == "bind" or not _BIND.isdisjoint(mount.get("options") or ())
 
 
 def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
@@ -293,7 +323,7 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
     check_mounts(config.get("mounts") or [], plan["binds"], plan["volumes"])
     if plan["room"] is not None:
         bound_writes(config, plan)
-    if not linux.get("maskedPaths") or not linux.get("readonlyPaths"):
+    if _MASKED - set(linux.get("maskedPaths") or ()) or _READ_ONLY - set(linux.get("readonlyPaths") or ()):
         raise LaunchRefused("masked and read-only paths are missing")
     if linux.get("rootfsPropagation") in ("shared", "rshared", "slave", "rslave"):
         raise LaunchRefused("the root file system propagates mounts")
@@ -311,7 +341,7 @@ def harden(config: dict[str, Any], plan: dict[str, Any], kind: str) -> None:
     linux["sysctl"] = dict(_SYSCTL)
     linux["rootfsPropagation"] = "rprivate"
     for mount in config.get("mounts") or ():
-        if mount.get("type") == "bind":
+        if _is_bind(mount):
             options = mount.get("options") or []
             mount["options"] = [*options, *(name for name in _INERT if name not in options)]
     config["hooks"] = remaining_hooks(config.get("hooks") or {})

@@ -134,13 +134,17 @@ def test_only_personalities_without_a_weakness_are_allowed() -> None:
 
 
 def test_four_kinds_of_sockets_can_be_opened() -> None:
+    """Each condition is complete: an equality has one value."""
     rules = [rule for rule in profile()["syscalls"] if rule["names"] == ["socket"]]
-    assert [[(item["index"], item["value"]) for item in rule["args"]] for rule in rules] == [
-        [(0, socket.AF_UNIX)],
-        [(0, socket.AF_INET)],
-        [(0, socket.AF_INET6)],
-        [(0, socket.AF_NETLINK), (2, 0)],
-    ]
+    assert [
+        [{"index": 0, "value": socket.AF_UNIX, "valueTwo": 0, "op": "SCMP_CMP_EQ"}],
+        [{"index": 0, "value": socket.AF_INET, "valueTwo": 0, "op": "SCMP_CMP_EQ"}],
+        [{"index": 0, "value": socket.AF_INET6, "valueTwo": 0, "op": "SCMP_CMP_EQ"}],
+        [
+            {"index": 0, "value": socket.AF_NETLINK, "valueTwo": 0, "op": "SCMP_CMP_EQ"},
+            {"index": 2, "value": 0, "valueTwo": 0, "op": "SCMP_CMP_EQ"},
+        ],
+    ] == [rule["args"] for rule in rules]
 
 
 def test_only_the_native_architecture_is_there() -> None:

@@ -105,6 +105,8 @@ def host_config(**changes: Any) -> dict[str, Any]:
 def test_a_complete_message_is_taken() -> None:
     assert ("sleep", "1") == launch_of().entrypoint
     assert launch_of(runtime="runsc", isolation=True).isolation
+    assert SMALLEST == launch_of(disk_bytes=SMALLEST).disk_bytes
+    assert launch_of(disk_bytes=None).disk_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,31 @@ def test_a_complete_message_is_taken() -> None:
 def test_anything_else_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         launch_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"image": "a//b"}, "not an image name"),
+        ({"env": {"A": "b", "A=B": "c"}}, "a variable's name is not allowed"),
+        ({"disk_bytes": 67108863}, "disk_bytes: at least 67108864"),
+        ({"isolation": True}, "isolated sessions need runsc"),
+        (
+            {"volumes": [volume(), volume(target="/proc/1")]},
+            "a volume cannot be mounted there: /proc belongs to the sandbox itself",
+        ),
+        (
+            {"volumes": [volume(target="/opt")]},
+            "a volume cannot be mounted there: it would hide /opt/opensandbox",
+        ),
+        ({"volumes": [volume(host=None, named=NAMED | {"size_bytes": 67108863})]}, "size_bytes: at least 67108864"),
+    ],
+)
+def test_a_refused_launch_has_a_complete_reason(changes: dict[str, Any], reason: str) -> None:
+    """The caller sees it."""
+    with pytest.raises(ValueError) as refusal:
+        launch_of(**changes)
+    assert reason == str(refusal.value)
 
 
 @pytest.mark.parametrize("missing", sorted(launch_message()))
