@@ -83,9 +83,17 @@ class Stack:
         return self.state, self._docker_data
 
     @property
+    def images(self) -> dict[str, str]:
+        """The archives of the images that the settings name, by name."""
+        return {IMAGE: os.environ["SALLYPORT_BASE_IMAGE"], EMPTY_IMAGE: os.environ["SALLYPORT_EMPTY_IMAGE"]}
+
+    @property
     def settings(self) -> str:
         """The settings file, TOML."""
         environment = os.environ
+        images = "".join(
+            f'[[sallyport.images]]\nname = "{name}"\ntar = "{tar}"\n\n' for name, tar in self.images.items()
+        )
         return f"""
 [server]
 host = "127.0.0.1"
@@ -102,15 +110,7 @@ runsc = "{environment["SALLYPORT_RUNSC"]}"
 execd = "{environment["SALLYPORT_EXECD"]}"
 default_disk = "{self.disk}"
 
-[[sallyport.images]]
-name = "{IMAGE}"
-tar = "{environment["SALLYPORT_BASE_IMAGE"]}"
-
-[[sallyport.images]]
-name = "{EMPTY_IMAGE}"
-tar = "{environment["SALLYPORT_EMPTY_IMAGE"]}"
-
-[sallyport.docker]
+{images}[sallyport.docker]
 managed = true
 data_root = "{self._docker_data}"
 """

@@ -1,4 +1,4 @@
-"""Docker's data that already has the images of a server's settings.
+"""Docker's data that already has the images of a server.
 
 To import the base image takes three seconds of processor time, which is almost half of the start of a new server. So a
 session imports it once, and each new server gets a copy of the data. It finds the images there, as after a restart.
@@ -8,7 +8,7 @@ import asyncio
 import shutil
 import subprocess
 import tempfile
-import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,31 +18,28 @@ from runtimes.spec import DockerdConfig
 
 _SMALL_BYTES = 16 << 20  # an import of less costs less than a copy
 
-type _Image = tuple[str, str]
 
+def provide(data: Path, images: Mapping[str, str], below: str) -> None:
+    """Write Docker's data with `images` (archives by name) to `data`, which must not exist.
 
-def provide(data: Path, settings: str, below: str) -> None:
-    """Write Docker's data with the images of `settings` (TOML) to `data`, which must not exist, in a file system.
-
-    A server with small images only gets nothing, and imports them itself.
+    For small images it writes nothing: the server imports them itself.
 
     Args:
         below: a directory of the same file system, for the data that are copied.
     """
-    images = tuple((image["name"], image["tar"]) for image in tomllib.loads(settings)["sallyport"]["images"])
-    if sum(Path(tar).stat().st_size for _, tar in images) > _SMALL_BYTES:
+    if sum(Path(tar).stat().st_size for tar in images.values()) > _SMALL_BYTES:
         data.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-a", f"{_imported(images, below).name}/data", data], check=True)
+        subprocess.run(["cp", "-a", f"{_imported(tuple(images.items()), below).name}/data", data], check=True)
 
 
 @cache  # the directory is removed with the process
-def _imported(images: tuple[_Image, ...], below: str) -> "tempfile.TemporaryDirectory[str]":
+def _imported(images: tuple[tuple[str, str], ...], below: str) -> "tempfile.TemporaryDirectory[str]":
     place = tempfile.TemporaryDirectory(prefix="sallyport-docker-", dir=below)
     asyncio.run(_import(Path(place.name), images))
     return place
 
 
-async def _import(place: Path, images: tuple[_Image, ...]) -> None:
+async def _import(place: Path, images: tuple[tuple[str, str], ...]) -> None:
     config = DockerdConfig(
         binary=shutil.which("dockerd") or "/usr/sbin/dockerd",
         data_root=str(place / "data"),

@@ -22,7 +22,7 @@ from audit.kinds import DESCRIBED, undescribed
 from demo.sandboxes import Secrets
 from policy.compiled import CompiledPolicy
 from testbed.internet import API, GIT, INDEX, PREFIX, Internet
-from testbed.stack import IMAGE, Stack, code_image
+from testbed.stack import EMPTY_IMAGE, Stack, code_image
 from tests import docker_data
 from wire.api.hostd import Configure
 
@@ -43,9 +43,8 @@ class Second(Stack):
     """A separate Sallyport with the empty image only. Tests can kill it."""
 
     @property
-    def settings(self) -> str:
-        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
-        return head + tail.partition("\n\n")[2]
+    def images(self) -> dict[str, str]:
+        return {EMPTY_IMAGE: os.environ["SALLYPORT_EMPTY_IMAGE"]}
 
 
 class Unwatched(Stack):
@@ -118,7 +117,7 @@ def beside(kind: type[Stack], name: str, values: Secrets | None = None, below: s
             try:
                 stack = kind(internet, place / "stack")
                 if below == MEMORY:
-                    docker_data.provide(place / "home" / "docker", stack.settings, below)
+                    docker_data.provide(place / "home" / "docker", stack.images, below)
                 with stack:
                     yield stack
             finally:

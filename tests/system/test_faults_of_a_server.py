@@ -25,7 +25,7 @@ import pytest
 import wire
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import Census, command_lines, take
-from testbed.stack import EMPTY_IMAGE, IMAGE, Stack, StackError
+from testbed.stack import EMPTY_IMAGE, Stack, StackError
 from tests.conftest import ONE_RUNTIME
 from tests.image_files import ImageFile, entry, tar
 from tests.stacks import DISK, beside
@@ -56,9 +56,8 @@ class Faulty(Stack):
     slots_ahead = 0
 
     @property
-    def settings(self) -> str:
-        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{IMAGE}"')
-        return head + tail.partition("\n\n")[2]
+    def images(self) -> dict[str, str]:
+        return {EMPTY_IMAGE: os.environ["SALLYPORT_EMPTY_IMAGE"]}
 
     def __enter__(self) -> "Faulty":
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o711)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.internet import ADDRESSES, API, ATTACKER
-from testbed.stack import EMPTY_IMAGE, Stack
+from testbed.stack import IMAGE, Stack
 from tests.security.layers import state
 from tests.security.layers.substitutes import PLANTED
 from tests.security.substituted import SubstitutedStack
@@ -27,9 +27,8 @@ class LayeredStack(SubstitutedStack):
         self.switch()
 
     @property
-    def settings(self) -> str:
-        head, _, tail = super().settings.partition(f'[[sallyport.images]]\nname = "{EMPTY_IMAGE}"')
-        return head + tail.partition("\n\n")[2]
+    def images(self) -> dict[str, str]:
+        return {IMAGE: os.environ["SALLYPORT_BASE_IMAGE"]}
 
     def switch(self, off: tuple[str, ...] = (), provoked: tuple[str, ...] = ()) -> None:
         """Set which defences are off for slots, workers and containers that are made later."""
