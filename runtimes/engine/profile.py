@@ -16,9 +16,21 @@ class RuntimeProfile:
         isolation: execd may mount inside, because its capabilities apply only to the sandbox's own kernel.
         inner_limits: the sandbox's own kernel enforces the limit of processes.
         listeners: the runtime may have seccomp listeners; False if a freeze breaks them (`listeners`).
+        kills_by_number: a deletion kills the processes whose numbers were recorded at creation, also if
+            other processes have these numbers now (`shim.forget_ended`).
     """
 
-    __slots__ = ("flags", "inner_limits", "isolation", "listeners", "name", "seccomp", "size_flag", "user_namespace")
+    __slots__ = (
+        "flags",
+        "inner_limits",
+        "isolation",
+        "kills_by_number",
+        "listeners",
+        "name",
+        "seccomp",
+        "size_flag",
+        "user_namespace",
+    )
 
     def __init__(
         self,
@@ -31,6 +43,7 @@ class RuntimeProfile:
         isolation: bool,
         inner_limits: bool,
         listeners: bool,
+        kills_by_number: bool,
     ) -> None:
         self.name = name
         self.flags = flags
@@ -40,6 +53,7 @@ class RuntimeProfile:
         self.isolation = isolation
         self.inner_limits = inner_limits
         self.listeners = listeners
+        self.kills_by_number = kills_by_number
 
 
 RUNC = RuntimeProfile(
@@ -51,6 +65,7 @@ RUNC = RuntimeProfile(
     isolation=False,
     inner_limits=False,
     listeners=True,
+    kills_by_number=False,
 )
 RUNSC = RuntimeProfile(
     "runsc",
@@ -77,6 +92,7 @@ RUNSC = RuntimeProfile(
     isolation=True,
     inner_limits=True,
     listeners=False,
+    kills_by_number=True,
 )
 PROFILES = {profile.name: profile for profile in (RUNC, RUNSC)}
 ISOLATED = " or ".join(profile.name for profile in PROFILES.values() if profile.isolation)

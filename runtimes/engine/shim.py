@@ -2,7 +2,7 @@
 
 Started as `python3 -IS shim.py <runc|runsc> <real runtime> <plan directory> <flag>... -- <Docker's arguments>`,
 with the standard library, `profile` and `user_namespace` only: it runs as root on each container start. The wrapper
-calls it for the subcommands in `CHECKED`.
+calls it for the subcommands that `handled` returns.
 
 - `profile` has the differences between runtimes.
 - A container that shares the host's kernel gets a user namespace of its own (`user_namespace`), so per-user quotas of
@@ -22,12 +22,15 @@ calls it for the subcommands in `CHECKED`.
 - A mount with a bind option counts as a bind mount, whatever its type is. Bind mounts lose set-user-id bits and
   devices, and no mount of the host propagates into the container.
 - Of the hooks only Docker's `libnetwork-setkey` is removed (it would move the namespace); any other refuses.
+- Before runsc deletes a container, the numbers of its processes that have ended are removed from its state. Otherwise
+  runsc would kill any process of the host that has such a number by now.
 - `run` and `restore` would start without a plan and are refused. An `exec` with more capabilities than the container,
   or with an option that Docker does not use, is refused. Each other subcommand goes to the real runtime unchanged.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -56,8 +59,10 @@ _CREATE_ALONE = frozenset(("--no-pivot", "--no-new-keyring"))
 _EXEC_WITH_VALUE = frozenset(("--process", "-p", "--console-socket", "--pid-file"))
 _EXEC_ALONE = frozenset(("--detach", "-d"))
 _REFUSED = frozenset(("run", "restore", "checkpoint"))
-CHECKED = _REFUSED | {"create", "exec"}
-"""The subcommands that the shim checks."""
+_CHECKED = _REFUSED | {"create", "exec"}
+_LOCK_SECONDS = 5.0
+_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+"""What a file of an unexpected form can raise."""
 _DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
 _ALL_DENIED = {"allow": False, "access": "rwm"}
 _FORBIDDEN_CALLS = frozenset(
@@ -127,6 +132,11 @@ _MAX_FILE = 4 * 1024 * 1024
 
 class LaunchRefused(Exception):
     """The container must not be created. The text has the reason."""
+
+
+def handled(kind: str) -> frozenset[str]:
+    """Return the subcommands of a runtime for which Docker must call the shim."""
+    return _CHECKED | {"delete"} if PROFILES[kind].kills_by_number else _CHECKED
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], str | None, list[str], str | None]:
@@ -406,6 +416,62 @@ def check_exec(kind: str, plans: str, rest: list[str]) -> None:
         replace_json(path, process)
 
 
+def forget_ended(arguments: list[str], rest: list[str]) -> None:
+    """Remove the numbers of ended processes from the state of the container that `delete` names in `rest`.
+
+    Raises:
+        LaunchRefused, OSError, ValueError and others: the state is not as expected. It is unchanged then.
+    """
+    root = _root(arguments)
+    for container in filter(_CONTAINER_ID.fullmatch, rest):
+        place = os.path.join(root, f"{container}_sandbox:{container}")
+        with open(f"{place}.lock", "rb") as lock:  # runsc's own lock
+            _lock(lock.fileno())
+            state = read_json(f"{place}.state")
+            if _without_ended(state, container):
+                if os.path.exists(f"{place}.state.sallyport"):  # of an interrupted call
+                    os.unlink(f"{place}.state.sallyport")
+                replace_json(f"{place}.state", state)
+
+
+def _root(arguments: list[str]) -> str:
+    for index, word in enumerate(arguments):
+        name, separator, value = word.partition("=")
+        if name == "--root":
+            return value if separator else arguments[index + 1]
+    raise LaunchRefused("no --root")
+
+
+def _lock(fd: int) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
+
+
+def _without_ended(state: dict[str, Any], container: str) -> bool:
+    """Set each number of a process that is not the container's to 0, which is none; return whether there was one."""
+    changed = False
+    for part, name in ((state.get("sandbox") or {}, "pid"), (state, "goferPid")):
+        number = part.get(name)
+        if isinstance(number, int) and number != 0 and not _is_of(container, number):
+            part[name], changed = 0, True
+    return changed
+
+
+def _is_of(container: str, pid: int) -> bool:
+    """Return whether a process has the container's id in its command line, as those of runsc have until they end."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return container.encode() in file.read(_MAX_FILE)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def report(log: str | None, text: str) -> None:
     """Write the reason to the runtime's log file. Docker shows its last error."""
     print(f"sallyport: {text}", file=sys.stderr)
@@ -428,12 +494,17 @@ def main(words: list[str]) -> int:
                 listeners.refuse()
         elif command == "exec":
             check_exec(kind, plans, rest)
+        elif command == "delete" and PROFILES[kind].kills_by_number:
+            try:
+                forget_ended(arguments, rest)
+            except (LaunchRefused, *_BROKEN):
+                pass  # what is broken must be removable too
         elif command in _REFUSED:
             raise LaunchRefused(f"{command} is not available")
     except LaunchRefused as refusal:
         report(log, str(refusal))
         return 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _BROKEN as error:
         report(log, f"refused: {type(error).__name__} while reading the launch plan or the bundle")
         return 1
     os.execv(real, [real, *flags, *arguments])  # noqa: S606 - becomes the real runtime; no shell

@@ -2,7 +2,7 @@
 
 - A wrapper fixes interpreter, shim, real runtime, plan directory and runtime flags: nothing comes from the
   environment.
-- It calls the shim if any of its arguments is a subcommand that the shim checks, at any position. Otherwise it
+- It calls the shim if any of its arguments is a subcommand that the shim handles, at any position. Otherwise it
   executes the real runtime directly (Docker makes several such calls for each container).
 - Wrappers belong to root. A new version replaces the whole file.
 """
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.engine.profile import PROFILES
-from runtimes.engine.shim import CHECKED
+from runtimes.engine.shim import handled
 from wire.api.hostd import Runtime
 
-_PATTERN = "|".join(f'*" {name} "*' for name in sorted(CHECKED))
 _WRAPPER = """\
 #!/bin/sh
 case " $* " in
@@ -41,7 +40,8 @@ def write_wrappers(directory: Path, plans: Path, python: str, programs: Mapping[
         words = shlex.join([python, "-IS", shim, runtime, program, str(plans), *flags, "--"])
         path = directory / runtime_name(runtime)
         temporary = path.with_suffix(".new")
-        temporary.write_text(_WRAPPER.format(checked=_PATTERN, shim=words, real=shlex.join([program, *flags])))
+        checked = "|".join(f'*" {name} "*' for name in sorted(handled(runtime)))
+        temporary.write_text(_WRAPPER.format(checked=checked, shim=words, real=shlex.join([program, *flags])))
         os.chmod(temporary, 0o755)  # noqa: S103 - Docker executes it; only root can write it
         temporary.rename(path)
     return entries(directory, tuple(programs))

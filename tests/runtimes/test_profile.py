@@ -46,10 +46,13 @@ def test_what_each_runtime_declares() -> None:
     assert (False, False, True, True, "--overlay2=root:self") == runsc
 
 
-@pytest.mark.parametrize("name", ["user_namespace", "seccomp", "isolation", "inner_limits", "listeners"])
+PROPERTIES = ("user_namespace", "seccomp", "isolation", "inner_limits", "listeners", "kills_by_number")
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
 def test_each_property_of_a_runtime_is_independent_of_the_others(name: str) -> None:
     """The declared runtimes cannot show it: several of their properties are always equal."""
-    properties = dict.fromkeys(("user_namespace", "seccomp", "isolation", "inner_limits", "listeners"), False)
+    properties = dict.fromkeys(PROPERTIES, False)
     profile = RuntimeProfile("x", flags=("--a",), size_flag="--b", **properties | {name: True})
     assert ("x", ("--a",), "--b") == (profile.name, profile.flags, profile.size_flag)
     assert properties | {name: True} == {one: getattr(profile, one) for one in properties}

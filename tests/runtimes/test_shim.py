@@ -1,10 +1,13 @@
 """The shim's verdicts on arguments and bundles. The system tests run it under Docker."""
 
 import copy
+import fcntl
 import json
 import os
 import re
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -779,3 +782,127 @@ def test_runsc_gets_the_size_of_its_overlay() -> None:
 
 def test_the_flag_that_is_sized_is_one_that_runsc_gets() -> None:
     assert RUNSC.size_flag in RUNSC.flags
+
+
+class State:
+    """The state that runsc has of a container, as far as the shim reads it."""
+
+    def __init__(self, root: Path) -> None:
+        self._place = root / f"{ID}_sandbox:{ID}"
+        self.lock = self._place.with_name(self._place.name + ".lock")
+        self.file = self._place.with_name(self._place.name + ".state")
+        self.lock.touch()
+
+    def write(self, sandbox: int, gofer: int) -> None:
+        self.file.write_text(json.dumps({"id": ID, "goferPid": gofer, "sandbox": {"id": ID, "pid": sandbox}}))
+
+    def numbers(self) -> tuple[int, int]:
+        """Return the numbers of the sandbox and of its gofer."""
+        state = json.loads(self.file.read_text())
+        assert {"id": ID, "goferPid": state["goferPid"], "sandbox": {"id": ID, "pid": state["sandbox"]["pid"]}} == state
+        return state["sandbox"]["pid"], state["goferPid"]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return State(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pids() -> Iterator[dict[str, int]]:
+    """Return the numbers of a process of the container, of a process of something else, and of an ended process."""
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    running = [subprocess.Popen([*sleep, word], stdout=subprocess.PIPE) for word in (ID, "b" * 64)]
+    for process in running:
+        assert process.stdout is not None
+        process.stdout.readline()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    yield {"ours": running[0].pid, "other": running[1].pid, "ended": ended.pid, "none": 0}
+    for process in running:
+        with process:
+            process.kill()
+
+
+def _delete(tmp_path: Path, kind: str = "runsc") -> list[str]:
+    return [kind, "/real", str(tmp_path), "--", "--root", str(tmp_path), "--log=/l", "delete", "--force", ID]
+
+
+@pytest.mark.parametrize("gofer", ["ours", "other", "ended", "none"])
+@pytest.mark.parametrize("sandbox", ["ours", "other", "ended", "none"])
+def test_runsc_deletes_without_numbers_that_are_not_the_containers(
+    tmp_path: Path, executed: Executed, state: State, pids: Mapping[str, int], sandbox: str, gofer: str
+) -> None:
+    """It would kill the processes that have these numbers now."""
+    state.write(pids[sandbox], pids[gofer])
+    written = state.file.stat().st_ino
+    main(_delete(tmp_path))
+    kept = {name: pids[name] if name == "ours" else 0 for name in pids}
+    assert (kept[sandbox], kept[gofer]) == state.numbers()
+    assert ({sandbox, gofer} <= {"ours", "none"}) == (written == state.file.stat().st_ino)
+    assert [("/real", ["/real", *_delete(tmp_path)[4:]])] == executed
+
+
+@pytest.mark.parametrize("root", [[], ["--root"], ["--root="], ["--root", "/nonexistent"]])
+def test_a_deletion_goes_on_without_a_state(tmp_path: Path, executed: Executed, root: list[str]) -> None:
+    words = ["runsc", "/real", str(tmp_path), "--", *root, "delete", ID]
+    main(words)
+    assert [("/real", ["/real", *words[4:]])] == executed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"sandbox": null, "goferPid": null}',
+        '{"sandbox": []}',
+        '{"sandbox": [1]}',
+        '{"sandbox": {"pid": "x/../1"}}',
+        '{"goferPid": {}}',
+        '{"goferPid": "1"}',
+    ],
+)
+def test_a_container_with_a_broken_state_can_be_deleted(
+    tmp_path: Path, executed: Executed, state: State, text: str
+) -> None:
+    state.file.write_text(text)
+    main(_delete(tmp_path))
+    assert text == state.file.read_text()
+    assert [("/real", ["/real", *_delete(tmp_path)[4:]])] == executed
+
+
+def test_a_state_that_runsc_has_locked_is_not_changed(
+    tmp_path: Path, executed: Executed, state: State, pids: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shim, "_LOCK_SECONDS", 0.05)
+    state.write(pids["other"], pids["ended"])
+    with state.lock.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main(_delete(tmp_path))
+    assert (pids["other"], pids["ended"]) == state.numbers()
+    assert 1 == len(executed)
+    main(_delete(tmp_path))
+    assert (0, 0) == state.numbers()
+
+
+def test_what_an_interrupted_deletion_left_does_not_prevent_the_next(
+    tmp_path: Path, executed: Executed, state: State, pids: Mapping[str, int]
+) -> None:
+    state.write(pids["other"], pids["ours"])
+    left = state.file.with_name(state.file.name + ".sallyport")
+    left.write_text("half")
+    main(_delete(tmp_path))
+    assert (0, pids["ours"]) == state.numbers()
+    assert not left.exists()
+
+
+def test_the_state_of_runc_is_not_read(
+    tmp_path: Path, executed: Executed, state: State, pids: Mapping[str, int]
+) -> None:
+    """runc compares the time at which a process began before it signals it."""
+    state.write(pids["other"], pids["ended"])
+    main(_delete(tmp_path, "runc"))
+    assert (pids["other"], pids["ended"]) == state.numbers()
+    assert 1 == len(executed)

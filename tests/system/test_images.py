@@ -287,7 +287,7 @@ def test_additions_of_one_name_are_made_one_after_the_other(place: Place) -> Non
     for thread in threads:
         thread.join()
     try:
-        assert [3, 1] == [sum(word in text for text in said) for word in ("(exists)", "added race:1")]
+        assert [3, 1] == [sum(word in text for text in said) for word in ("(exists)", "added race:1")], said
         ident = place.listed()["race:1"]["digest"]
         assert {ident} == {image.id for image in images} & place.docker_images()
     finally:
