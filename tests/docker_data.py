@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -51,9 +52,8 @@ async def _import(place: Path, images: tuple[tuple[str, str], ...]) -> None:
     dockerd = Dockerd(config, str(place / "docker.sock"), place / "daemon.json")
     try:
         await dockerd.start()
-        docker = Docker(str(place / "docker.sock"))
-        for name, tar in images:
-            await docker.import_image(name, Path(tar), {})
-        docker.close()
+        with closing(Docker(str(place / "docker.sock"))) as docker:
+            for name, tar in images:
+                await docker.import_image(name, Path(tar), {})
     finally:
         await dockerd.stop()

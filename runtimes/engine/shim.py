@@ -61,6 +61,7 @@ _EXEC_ALONE = frozenset(("--detach", "-d"))
 _REFUSED = frozenset(("run", "restore", "checkpoint"))
 _CHECKED = _REFUSED | {"create", "exec"}
 _LOCK_SECONDS = 5.0
+_PROC = "/proc"
 _BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 """What a file of an unexpected form can raise."""
 _DEVICES = frozenset(((1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (136, None)))
@@ -464,12 +465,19 @@ def _without_ended(state: dict[str, Any], container: str) -> bool:
 
 
 def _is_of(container: str, pid: int) -> bool:
-    """Return whether a process has the container's id in its command line, as those of runsc have until they end."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return container.encode() in file.read(_MAX_FILE)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Return whether a process has the container's id in its command line or its control groups.
+
+    A process can write over its command line, but only root moves it out of its groups. So hostile code that has taken
+    over runsc's own process does not escape the deletion.
+    """
+    for name in ("cmdline", "cgroup"):
+        try:
+            with open(f"{_PROC}/{pid}/{name}", "rb") as file:
+                if container.encode() in file.read(_MAX_FILE):
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    return False
 
 
 def report(log: str | None, text: str) -> None:

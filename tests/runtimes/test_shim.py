@@ -843,6 +843,20 @@ def test_runsc_deletes_without_numbers_that_are_not_the_containers(
     assert [("/real", ["/real", *_delete(tmp_path)[4:]])] == executed
 
 
+@pytest.mark.parametrize("groups", [f"4:freezer:/docker/{ID}\n1:name=x:/\n", f"0::/system.slice/docker-{ID}.scope\n"])
+def test_a_process_that_hides_its_command_line_is_known_by_its_control_groups(
+    tmp_path: Path, executed: Executed, state: State, monkeypatch: pytest.MonkeyPatch, groups: str
+) -> None:
+    monkeypatch.setattr(shim, "_PROC", str(tmp_path))
+    for pid, text in ((7, groups), (8, groups.replace(ID, "b" * 64))):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("[kworker/0:1]")
+        (tmp_path / str(pid) / "cgroup").write_text(text)
+    state.write(7, 8)
+    main(_delete(tmp_path))
+    assert (7, 0) == state.numbers()
+
+
 @pytest.mark.parametrize("root", [[], ["--root"], ["--root="], ["--root", "/nonexistent"]])
 def test_a_deletion_goes_on_without_a_state(tmp_path: Path, executed: Executed, root: list[str]) -> None:
     words = ["runsc", "/real", str(tmp_path), "--", *root, "delete", ID]

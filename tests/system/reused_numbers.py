@@ -2,8 +2,8 @@
 
 `python -m tests.system.reused_numbers RUNSC DIRECTORY COMMAND...` runs in a pid namespace of its own: there it chooses
 the number of each next process. RUNSC makes the sandbox and COMMAND, which takes runsc's arguments, deletes it.
-It prints the exit status of the deletion, how each of the other processes ended (null if it runs), and whether the
-state of the sandbox is still there, as JSON.
+It prints the exit status of the deletion, the signal that ended each of the other processes as a negative number
+(SIGTERM is the program's own), and whether the state of the sandbox is still there, as JSON.
 """
 
 import json
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ID = "a" * 64
@@ -64,10 +63,9 @@ def main(runsc: str, directory: str, *command: str) -> None:
     deleted = subprocess.run(
         [*command, "--root", str(place / "root"), "delete", "--force", ID], stderr=subprocess.DEVNULL, check=False
     )
-    time.sleep(0.5)  # a signal would have arrived
-    print(json.dumps([deleted.returncode, [other.poll() for other in others], _state(place).exists()]))
     for other in others:
-        other.kill()
+        other.terminate()  # a SIGKILL that was sent before comes first
+    print(json.dumps([deleted.returncode, [other.wait() for other in others], _state(place).exists()]))
 
 
 if __name__ == "__main__":

@@ -32,4 +32,4 @@ def test_a_removal_ends_no_process_that_has_the_number_of_an_ended_one() -> None
         assert [0, [-signal.SIGKILL, -signal.SIGKILL], False] == _removed(place, runsc)
     with scratch("numbers") as place:
         wrapped = write_wrappers(place, place / "plans", sys.executable, {"runsc": runsc})["sallyport-runsc"]["path"]
-        assert [0, [None, None], False] == _removed(place, wrapped)
+        assert [0, [-signal.SIGTERM, -signal.SIGTERM], False] == _removed(place, wrapped)
