@@ -80,7 +80,8 @@ def _listen(workers: socket.socket, notes: Path, *, lets_through: bool) -> None:
                 if fd == workers.fileno():
                     if not (packet := workers.recv(8)):
                         return
-                    poll.register(_taken(*struct.unpack("II", packet)), select.POLLIN)
+                    with contextlib.suppress(ProcessLookupError):  # The worker was killed.
+                        poll.register(_taken(*struct.unpack("II", packet)), select.POLLIN)
                 elif event & select.POLLIN:
                     with contextlib.suppress(FileNotFoundError):  # The call was interrupted.
                         _note(fd, out.write, lets_through=lets_through)
@@ -90,17 +91,23 @@ def _listen(workers: socket.socket, notes: Path, *, lets_through: bool) -> None:
 
 
 def _taken(pid: int, fd: int) -> int:
-    """Return the worker's listener, as soon as the worker has one."""
+    """Return the worker's listener, as soon as the worker has one.
+
+    Raises:
+        ProcessLookupError: the worker has ended.
+    """
     pidfd = os.pidfd_open(pid)
-    while True:
-        copy = _libc.syscall(ctypes.c_long(_GETFD), pidfd, fd, 0)
-        if copy >= 0 and "seccomp" in os.readlink(f"/proc/self/fd/{copy}"):
-            os.close(pidfd)
-            return int(copy)
-        if copy >= 0:
-            os.close(copy)
-        elif ctypes.get_errno() != errno.EBADF:
-            raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    try:
+        while True:
+            copy = _libc.syscall(ctypes.c_long(_GETFD), pidfd, fd, 0)
+            if copy >= 0 and "seccomp" in os.readlink(f"/proc/self/fd/{copy}"):
+                return int(copy)
+            if copy >= 0:
+                os.close(copy)
+            elif ctypes.get_errno() != errno.EBADF:
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    finally:
+        os.close(pidfd)
 
 
 def _note(fd: int, write: Callable[[str], object], *, lets_through: bool) -> None:

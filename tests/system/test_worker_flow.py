@@ -735,6 +735,18 @@ def test_a_killed_worker_leaves_refused_connections_and_the_zygote_says_so(gate:
         gate.dial()
 
 
+def test_workers_killed_at_any_moment_of_their_start_leave_the_next_one_alone(rig: Rig, tmp_path: Path) -> None:
+    for moment in range(0, 80, 5):
+        with worker(rig, tmp_path) as gate:
+            time.sleep(moment / 1000)
+            os.kill(gate.pid, signal.SIGKILL)
+            received = rig.zygote.notice()
+            assert {"op": "exited", "pid": gate.pid, "status": -9} == received
+            rig.zygote.notices.append(received)
+    with worker(rig, tmp_path) as gate:
+        gate.control.ask(Ping())
+
+
 def test_a_configuration_that_is_not_one_changes_nothing(gate: Gate) -> None:
     digest = gate.configure(policy("good.example.com"))
     for text in ("", "{}", "null", json.dumps(DENY_ALL.to_json() | {"surprise": 1})):
