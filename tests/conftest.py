@@ -5,6 +5,7 @@ SALLYPORT_* variables. Without them a system test fails: it is never skipped. Fo
 own home, run directory and SALLYPORT_TEST_INTERNET (the prefix of its namespaces).
 """
 
+import gc
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     extended = [item for item in items if item.get_closest_marker("extended")]
     config.hook.pytest_deselected(items=extended)
     items[:] = [item for item in items if not item.get_closest_marker("extended")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from the tests themselves, which live as long as the session."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", name="values")

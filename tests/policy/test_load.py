@@ -1,5 +1,6 @@
 """Reading policy files: every mistake is reported with its line."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -508,7 +509,9 @@ def _named_by_authors(path: tuple[object, ...]) -> bool:
     return path == ("policies",) or (path[:1] == ("policies",) and path[-1:] in {("client_credentials",), ("env",)})
 
 
-MUTATIONS = list(mutations(DOCUMENT, _named_by_authors))
+@functools.cache
+def _mutations() -> list[Mutation]:
+    return list(mutations(DOCUMENT, _named_by_authors))
 
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -527,7 +530,7 @@ def _powers(document: Any) -> dict[str, frozenset[str]] | None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(MUTATIONS))
+@given(st.deferred(lambda: st.sampled_from(_mutations())))
 def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> None:
     """An unknown, misspelt or empty key, and a null, at any place of the example: no policy permits more."""
     opened, bound = _powers(mutation.document), _powers(DOCUMENT)
@@ -543,7 +546,7 @@ def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> Non
 def test_no_rule_reads_an_empty_list_or_a_null() -> None:
     """For every key of every rule: all mutations of that kind, not a sample."""
     tried = set()
-    for mutation in MUTATIONS:
+    for mutation in _mutations():
         if "rules" in mutation.path[:-1] and mutation.kind in ("null", "empty list"):
             tried.add(mutation.path[-1])
             assert _powers(mutation.document) is None, mutation

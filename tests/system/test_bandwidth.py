@@ -23,7 +23,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
 from tests.stacks import Second, beside
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 BANDWIDTH = 2_000_000
 CONTENT = os.urandom(16_000_000)

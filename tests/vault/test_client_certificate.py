@@ -70,7 +70,7 @@ def broken_rsa() -> str:
 
 
 SMALL = rsa.generate_private_key(65537, 1024)  # noqa: S505 - is refused
-DSA = dsa.generate_private_key(2048)
+DSA = dsa.generate_private_key(1024)  # noqa: S505 - is refused
 K1 = ec.generate_private_key(ec.SECP256K1())
 REFUSED = {
     "another key": (key_pem(p256()) + LEAF.chain_pem, "does not belong to the first certificate"),
