@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +61,26 @@ def code_image(places: Places, built: Built) -> None:
     os.environ["SALLYPORT_CODE_IMAGE"] = built.code_image
 
 
-def for_tests(places: Places) -> None:
-    """Install and build the parts that only tests need, and export them."""
+def for_tests(places: Places, built: Built) -> None:
+    """Install and build the parts that only tests need, and export them.
+
+    The servers are compiled on all processors, while the images and clients mostly wait for packages. If a build fails,
+    this returns after the end of the other one.
+    """
     packages.install(packages.TEST_PACKAGES)
     root = Path(places.checkout)
     clients = f"{places.cache}/{names.clients(root)}"
-    os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
-    os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
-    os.environ["SALLYPORT_CLIENTS"] = clients
-    os.environ["SALLYPORT_VAULT"] = _vault_server(places, root)
-    if not os.path.isfile(f"{clients}/complete"):
-        title = "published clients (PyPI and npm packages)"
-        step(title, "tests/clients/install.sh", clients, places.uv, places.python)
-    registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
-    os.environ["SALLYPORT_REGISTRY"] = registry
-    os.environ["SALLYPORT_STORAGE"] = _storage(places)
+    with ThreadPoolExecutor(1) as beside:
+        servers = beside.submit(lambda: (_vault_server(places, root), _storage(places)))
+        code_image(places, built)
+        os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
+        os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
+        if not os.path.isfile(f"{clients}/complete"):
+            title = "published clients (PyPI and npm packages)"
+            step(title, "tests/clients/install.sh", clients, places.uv, places.python)
+        registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
+    os.environ["SALLYPORT_VAULT"], os.environ["SALLYPORT_STORAGE"] = servers.result()
+    os.environ["SALLYPORT_CLIENTS"], os.environ["SALLYPORT_REGISTRY"] = clients, registry
 
 
 def _vault_server(places: Places, root: Path) -> str:

@@ -87,12 +87,12 @@ def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (("--all",), tuple(arguments[1:])) if arguments[:1] == ["--all"] else ((), tuple(arguments))
 
 
-def run(places: Places, arguments: list[str]) -> int:
+def run(places: Places, built: builds.Built, arguments: list[str]) -> int:
     """Run all lanes, or with arguments of pytest only the tests that they select; return the exit status."""
     selected, options = split(arguments)
     suite = Suite(places.python, f"{places.home}/reports", selected, kept=(lock.DESCRIPTOR,))
     os.makedirs(suite.reports, exist_ok=True)
-    builds.for_tests(places)
+    builds.for_tests(places, built)
     if arguments:
         builds.for_bench(places)
     go = builds.go(places)

@@ -68,9 +68,9 @@ def _test(places: Places, arguments: list[str]) -> int:
 
     if arguments[:1] == ["--fast"]:
         steps.become(sys.executable, "-m", "pytest", "-q", *lanes.fast_options(slow=False), *arguments[1:])
-    builds.code_image(places, builds.set_up(places))
+    built = builds.set_up(places)
     lock.only_one(places)
-    return lanes.run(places, arguments)
+    return lanes.run(places, built, arguments)
 
 
 def _mutation(places: Places, arguments: list[str]) -> int:

@@ -19,8 +19,7 @@ from frontdoor import builds, packages, places
 packages.PACKAGES = packages.TEST_PACKAGES = packages.BENCH_PACKAGES = ()
 here = places.enter(os.environ)
 built = builds.set_up(here)
-builds.code_image(here, built)
-builds.for_tests(here)
+builds.for_tests(here, built)
 builds.for_bench(here)
 print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("SALLYPORT_")}))
 """
