@@ -165,7 +165,8 @@ def test_counts_that_cannot_be_read_count_as_used_up(directory: SealedDirectory,
     limits = UseLimits(uses=9)
     Budgets(directory).take("token", "one", limits, None)
     record = tmp_path / "budgets" / "=token.sealed"
-    record.write_bytes(record.read_bytes()[:-1] + b"x")
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     budgets = Budgets(directory)
     assert Amount(0) == budgets.left("token", "one", limits)
     assert Amount(None, 0) == budgets.left("token", "one", UseLimits(sandbox_sent=9))

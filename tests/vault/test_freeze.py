@@ -77,7 +77,8 @@ def test_a_damaged_record_freezes_everything_until_that_is_ended(directory: Seal
     freezes.begin(Extent("one"), NOW)
     freezes.save()
     record = tmp_path / "vault" / "=freezes.sealed"
-    for content in (b"", record.read_bytes()[:-1] + b"x"):
+    whole = record.read_bytes()
+    for content in (b"", whole[:-1] + bytes([whole[-1] ^ 1])):
         record.write_bytes(content)
         damaged = Freezes(directory)
         assert damaged.refusal("two", "a") is not None
