@@ -735,14 +735,29 @@ def test_a_killed_worker_leaves_refused_connections_and_the_zygote_says_so(gate:
         gate.dial()
 
 
-def test_workers_killed_at_any_moment_of_their_start_leave_the_next_one_alone(rig: Rig, tmp_path: Path) -> None:
-    for moment in range(0, 80, 5):
+def filters(pid: int) -> str:
+    """Return the line of a process's status with the number of its system call filters."""
+    return next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "Seccomp_filters" in line)
+
+
+def test_a_worker_killed_before_its_calls_are_recorded_leaves_the_next_one_alone(rig: Rig, tmp_path: Path) -> None:
+    zygote = rig.zygote.ask(zapi.Identify()).pid
+    (recorder,) = map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split())
+    with worker(rig, tmp_path) as gate:
+        gate.control.ask(Ping())
+        confined = filters(gate.pid)
+    os.kill(recorder, signal.SIGSTOP)
+    try:
         with worker(rig, tmp_path) as gate:
-            time.sleep(moment / 1000)
+            deadline = time.monotonic() + TIMEOUT
+            while filters(gate.pid) != confined:
+                assert time.monotonic() < deadline
             os.kill(gate.pid, signal.SIGKILL)
             received = rig.zygote.notice()
             assert {"op": "exited", "pid": gate.pid, "status": -9} == received
             rig.zygote.notices.append(received)
+    finally:
+        os.kill(recorder, signal.SIGCONT)
     with worker(rig, tmp_path) as gate:
         gate.control.ask(Ping())
 
