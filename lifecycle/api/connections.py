@@ -35,7 +35,7 @@ def expect_silence(listener: socket.socket) -> None:
 
 
 class ApiConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a time limit for heads."""
+    """uvicorn's HTTP/1.1 protocol with a time limit for heads. It reports at once that a client has disconnected."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -51,6 +51,12 @@ class ApiConnection(H11Protocol):
             self._expect_head()
         else:
             self._forget_head()
+
+    def eof_received(self) -> None:
+        """Report the end of the connection. uvicorn reports it a turn of the event loop later, and drops an answer."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the time limit."""

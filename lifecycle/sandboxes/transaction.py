@@ -475,7 +475,7 @@ class Creations:
 
     async def _undo(self, row: Sandbox, failure: ApiError) -> None:
         creation = self._creations.get(row.id)
-        answered = creation is not None and creation.answered
+        answered = creation is not None and creation.answered and not creation.abandoned
         await self._journal.note("lifecycle.create_failed", "info", sandbox=row.id, code=failure.code)
         now, message = self._clock(), failure.stored or failure.message
         try:

@@ -6,14 +6,18 @@ It also tests `lifecycle/sandboxes/creation.py`, by calls of the API.
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import uvicorn
 from standins import BOUNDS, IMAGE, KEY, World, world
+from uvicorn.server import ServerState
 
 import wire
+from lifecycle.api.connections import ApiConnection
 from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.bounds import CreationBounds
 from lifecycle.sandboxes.registry import Sandbox
@@ -120,6 +124,75 @@ async def test_a_client_that_goes_away_leaves_nothing(server: World) -> None:
     await until(lambda: _none(server))
     assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
     assert 1 == len(server.hostd.named("launch"))
+
+
+@pytest.mark.parametrize("launch", ["done", "pending", "failed"])
+async def test_a_client_that_disconnects_before_its_answer_is_sent_leaves_nothing(launch: str) -> None:
+    """The server waits for a disconnection during the creation, which does not come. It comes before the answer."""
+    messages = iter([{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}, None])
+    headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"open-sandbox-api-key", KEY.encode())]
+    path = "/v1/sandboxes"
+    scope = {"type": "http", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode()}
+    answers = []
+
+    async def receive() -> Any:
+        message = next(messages, {"type": "http.disconnect"})
+        if message is None:
+            await asyncio.Event().wait()
+        return message
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    bounds = BOUNDS if launch == "done" else replace(BOUNDS, answer_seconds=0.2)
+    async with world(bounds=bounds) as described, described.serving() as server:
+        server.hostd.hold["launch"] = asyncio.Event()
+        if launch == "failed":
+            server.hostd.fail["launch"] = wire.RequestError(wire.Code.DOCKER, "no")
+        if launch == "done":
+            server.hostd.hold["launch"].set()
+        assert server.server is not None
+        await server.server.edge({**scope, "query_string": b"", "headers": headers}, receive, send)
+        server.hostd.hold["launch"].set()
+        assert 202 == answers[0]["status"]
+        await until(lambda: _none(server))
+        assert ({}, {}) == (server.hostd.sandboxes, server.vaultd.grants)
+        assert 1 == len(server.hostd.named("launch"))
+
+
+async def test_a_server_is_told_of_a_disconnection_at_once() -> None:
+    """The protocol reports it in the same turn of the event loop in which it reads the connection's end."""
+    received: list[str] = []
+    receives: list[Any] = []
+    asked = asyncio.Event()
+
+    async def application(_scope: Any, receive: Any, _send: Any) -> None:
+        assert "http.request" == (await receive())["type"]
+        receives.append(receive)
+        asked.set()
+        await asyncio.sleep(60)
+
+    class Observed(ApiConnection):
+        def eof_received(self) -> None:
+            super().eof_received()
+            message = asyncio.Task(receives[0](), loop=asyncio.get_running_loop(), eager_start=True)
+            received.append(message.result()["type"] if message.done() else "nothing")
+            message.cancel()
+
+    config = uvicorn.Config(application, log_config=None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        transport, connection = await loop.connect_accepted_socket(lambda: Observed(config, ServerState(), {}), ours)
+        theirs.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asked.wait()
+        theirs.shutdown(socket.SHUT_WR)
+        await until(lambda: bool(received))
+        assert ["http.disconnect"] == received
+        for task in connection.tasks:
+            task.cancel()
+        transport.close()
 
 
 async def test_a_slow_launch_is_answered_pending() -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from lifecycle.api import models
 from lifecycle.api.answers import CreatedAnswer, ExpiryAnswer, SandboxAnswer, SandboxesAnswer, answers
@@ -27,8 +28,7 @@ async def create(server: Server, body: models.Create, request: Request) -> JSONR
     """Create a sandbox."""
     key_label = str(getattr(request.state, KEY_LABEL, ""))
     creation = await server.creations.begin(plan(body, server.limits, await _source(server, body)), key_label)
-    row = await _unless_gone(server.creations, creation, request)
-    return JSONResponse(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
+    return _AnswerWithId(await _unless_gone(server.creations, creation, request), server.creations, creation)
 
 
 async def _source(server: Context, body: models.Create) -> Snapshot | ApiError | None:
@@ -42,10 +42,27 @@ async def _source(server: Context, body: models.Create) -> Snapshot | ApiError |
         return error
 
 
+class _AnswerWithId(JSONResponse):
+    """The answer of a creation. If the caller disconnects before the answer is sent, the sandbox is removed."""
+
+    def __init__(self, row: Sandbox, creations: Creations, creation: Creation) -> None:
+        super().__init__(models.created(row), 202, headers={"Location": f"/v1/sandboxes/{row.id}"})
+        self._creations = creations
+        self._creation = creation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Its first step is executed here, so that nothing can happen between the check and the answer.
+        gone = asyncio.Task(_disconnected(receive), loop=asyncio.get_running_loop(), eager_start=True)
+        if gone.done() and not self._creation.abandoned:
+            self._creations.abandon(self._creation)
+        gone.cancel()
+        await super().__call__(scope, receive, send)
+
+
 async def _unless_gone(creations: Creations, creation: Creation, request: Request) -> Sandbox:
-    """Wait for the creation. If the caller disconnects before it has the id, remove the sandbox."""
+    """Wait for the creation. If the caller disconnects meanwhile, remove the sandbox."""
     finish = asyncio.create_task(creations.finish(creation))
-    gone = asyncio.create_task(_disconnected(request))
+    gone = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait({finish, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
@@ -60,8 +77,8 @@ async def _unless_gone(creations: Creations, creation: Creation, request: Reques
         await asyncio.gather(gone, finish, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
