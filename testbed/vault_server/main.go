@@ -1,4 +1,5 @@
-// A HashiCorp Vault server for the tests: the published modules, built as one static program.
+// A HashiCorp Vault server for the tests: the published modules, built as one static program. Only the search for peers
+// of a Raft cluster is replaced (discovery/).
 //
 // Vault starts plugins as programs of their own. With the name of a plugin as its only argument this program is that
 // plugin: the accounts of PostgreSQL, and the login of Kubernetes.
