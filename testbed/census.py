@@ -26,6 +26,7 @@ _NOTED = {
     "vault.fetcher": "fetcher",
     "gateway.zygote": "zygote",
 }
+_FORKS_STAY = "gateway.zygote"
 _PLACES = ("ingress", "plans", "sandboxes", "netns", "launch", "config", "runtimes")
 _SLOT = re.compile(r"/netns/[0-9]+-")
 _READY_SECONDS = 15.0
@@ -61,7 +62,7 @@ class Census:
 
 
 def take(stack: Stack) -> Census:
-    """Take the census of `stack`, when the slots that it makes ahead of need are ready."""
+    """Take the census of `stack`, when the slots that it makes ahead of need are ready and it starts no program."""
     run, state = stack.run, stack.state
     deadline = time.monotonic() + _READY_SECONDS
     while _idle(run) < stack.slots_ahead and time.monotonic() < deadline and hostd_runs(stack):
@@ -70,7 +71,7 @@ def take(stack: Stack) -> Census:
     groups = Cgroups(str(run))
     used = {inode for inodes in namespaces_in_use().values() for inode in inodes} | mounted_namespaces().keys()
     return Census(
-        processes=tuple(sorted(line for line in command_lines().values() if f"{run}/" in line)),
+        processes=tuple(sorted(programs(run, deadline).values())),
         namespaces=len(used & _slots(run)),
         mounts=tuple(sorted(_unnumbered(line.split()[4]) for line in mounts if f" {run}/" in line)),
         cgroups=tuple(
@@ -140,6 +141,29 @@ def command_lines() -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def programs(run: Path, deadline: float) -> dict[int, str]:
+    """Return the command line of each process of the Sallyport in `run`, when none is between fork and exec.
+
+    Such a child has its parent's command line. At `deadline` (of the monotonic clock) it counts as a process.
+    """
+    while True:
+        lines = {pid: line for pid, line in command_lines().items() if f"{run}/" in line}
+        if not any(_changes(pid, lines) for pid in lines) or time.monotonic() > deadline:
+            return lines
+        time.sleep(0.01)
+
+
+def _changes(pid: int, lines: dict[int, str]) -> bool:
+    """Return whether a process has not executed its program yet, or has ended. A worker stays a fork of the zygote."""
+    if _FORKS_STAY in lines[pid]:
+        return False
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return lines.get(parent) == lines[pid]
 
 
 def daemons(stack: Stack) -> dict[str, int]:
