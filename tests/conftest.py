@@ -7,6 +7,7 @@ own home, run directory and SALLYPORT_TEST_INTERNET (the prefix of its namespace
 
 import gc
 import secrets
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,19 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Add the end of the log of each server that a failed test used to its report."""
+    report = yield
+    module = sys.modules.get("testbed.stack")  # None: no test has used a server
+    if module is not None and report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            stack = getattr(value, "stack", value)
+            if isinstance(stack, module.Stack) and stack.log.exists():
+                report.sections.append((f"log of {name}", stack.tail()))
+    return report
 
 
 @pytest.fixture(scope="session", name="values")
