@@ -109,7 +109,7 @@ async def test_accept_returns_while_auditd_is_stopped_and_waits_only_when_the_ri
     finally:
         auditd.process.send_signal(signal.SIGCONT)
     assert 400 < accepted < ROOM // 400
-    await worker.accept("dns", "allow", host="after.example")
+    await one.worker().accept("dns", "allow", host="after.example")
     await one.drained()
     hosts = [record["host"] for record in auditd.said(kind="dns")]
     assert [*(f"{number}.example" for number in range(accepted)), "after.example"] == hosts

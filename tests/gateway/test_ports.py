@@ -784,7 +784,7 @@ async def test_a_silent_address_delays_the_next_one_briefly_and_the_last_has_the
 ) -> None:
     found, announced, waits = await _dialled((ONE, SIX, TWO), monkeypatch, silent=(ONE, SIX, TWO))
     assert ("no address of the host accepted a connection", [ONE, SIX, TWO]) == (found, announced)
-    assert all(wait < 1.5 for wait in waits[:2]) and waits[2] > 1.5
+    assert max(waits[:2]) < 1.9 < sum(waits)
     assert (SIX, [ONE, SIX]) == (await _dialled((ONE, SIX, TWO), monkeypatch, silent=(ONE,)))[:2]
 
 
