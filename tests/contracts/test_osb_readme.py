@@ -195,6 +195,7 @@ def test_each_command_of_the_readme_works_or_says_what_cannot_be(server: Stack, 
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.extended
 def test_metrics_are_watched_until_an_interrupt(server: Stack, osb: Osb) -> None:
     """The one command of the README that does not end by itself."""
     terminal = Terminal(osb, server)

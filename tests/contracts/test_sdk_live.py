@@ -114,7 +114,11 @@ class Sdk:
             await settle(item.close())
 
 
-@pytest.fixture(params=["sync", "async"], name="sdk")
+BOTH_KINDS = pytest.mark.parametrize("sdk", ["sync", "async"], indirect=True)
+"""For a test of each part of the API. Only --all runs the other tests with the asynchronous client too."""
+
+
+@pytest.fixture(params=["sync", pytest.param("async", marks=pytest.mark.extended)], name="sdk")
 async def _sdk(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Sdk]:
     sdk = Sdk(request.param, stack)
     yield sdk
@@ -138,6 +142,7 @@ async def shell(sandbox: Any, command: str | list[str], **options: Any) -> Any:
     return await settle(sandbox.commands.run(command, opts=RunCommandOpts(**options) if options else None))
 
 
+@BOTH_KINDS
 async def test_what_a_create_call_says_is_what_there_is(sdk: Sdk) -> None:
     """Entrypoint echoed exactly, environment, metadata, limits as text, and no expiry if none was requested."""
     entrypoint = ["/bin/sh", "-c", "echo started >/tmp/marker; exec sleep 3600"]
@@ -181,6 +186,7 @@ def test_an_explicit_null_is_no_value(stack: Stack) -> None:
             client.delete(f"/sandboxes/{name}")
 
 
+@BOTH_KINDS
 async def test_lists_renewals_metadata_and_the_end(sdk: Sdk) -> None:
     tag = secrets.token_hex(6)
     made = [await sdk.create(metadata={"run": tag, "n": str(n)}, timeout=timedelta(minutes=20)) for n in range(3)]
@@ -270,6 +276,7 @@ async def test_endpoints_carry_what_their_ports_ask_for(sdk: Sdk, proxied: bool)
     assert (404, True) == (raised.value.status_code, bool(raised.value.request_id))
 
 
+@BOTH_KINDS
 async def test_files(sdk: Sdk) -> None:
     sandbox = await sdk.create()
     files = sandbox.files
@@ -306,6 +313,7 @@ async def test_files(sdk: Sdk) -> None:
     assert big == await settle(files.read_bytes("/tmp/big"))
 
 
+@BOTH_KINDS
 async def test_commands(sdk: Sdk) -> None:
     sandbox = await sdk.create(env={"OUTER": "o"})
     execution = await shell(sandbox, "echo out; echo err >&2; exit 7")
@@ -476,6 +484,7 @@ def received(internet: Internet, marker: str) -> list[dict[str, Any]]:
     return [note for note in internet.notes() if marker in str(note.get("target"))]
 
 
+@BOTH_KINDS
 @pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
 async def test_an_egress_policy_changes_on_the_wire(sdk: Sdk, internet: Internet, proxied: bool) -> None:
     rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=STATUS)])

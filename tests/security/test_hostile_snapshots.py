@@ -16,6 +16,7 @@ from opensandbox.exceptions import SandboxException
 
 from demo.sandboxes import DemoSandbox, Secrets
 from testbed.stack import Stack
+from tests.conftest import ONE_RUNTIME
 from tests.stacks import removed
 from tests.system.test_snapshots import closing_manager, ready, restore, run, settled
 
@@ -52,6 +53,7 @@ def _left(stack: Stack, snapshot: str) -> list[str]:
     return [name for name in images if snapshot in name] + [str(path) for place in places for path in place.iterdir()]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_hundred_thousand_links_are_taken_within_the_limits(stack: Stack, runtime: str) -> None:
     """Or refused; the source is not frozen for long, and the server answers meanwhile."""
     program = """

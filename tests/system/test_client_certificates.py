@@ -129,6 +129,7 @@ def asked(sandbox: SandboxSync, path: str, options: str = "") -> str:
     return done.text.replace("\n", " ").strip()
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_rules_certificate_is_presented_for_its_requests_and_its_key_is_nowhere_in_the_sandbox(
     stack: Stack, partner: Partner, tmp_path: Path, runtime: str
 ) -> None:

@@ -22,6 +22,7 @@ from demo.sandboxes import DemoSandbox, Secrets
 from testbed.census import Census, command_lines, daemons, descriptors, take
 from testbed.internet import API, ATTACKER, STATUS
 from testbed.stack import EMPTY_IMAGE, Stack
+from tests.conftest import ONE_RUNTIME
 
 pytestmark = pytest.mark.system
 
@@ -104,6 +105,7 @@ def _warm(stack: Stack) -> Iterator[None]:
     ],
     ids=["image", "secret", "start"],
 )
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtime: str, stack: Stack) -> None:
     before, held = take(stack), descriptors(stack)
     extensions = {"sallyport.runtime": runtime} | change.get("extensions", {})
@@ -257,6 +259,7 @@ def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stac
     assert {} == settled(stack, before)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
     before = take(stack)
     async with client(stack) as http:

@@ -301,6 +301,7 @@ def asked(internet: Internet, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["delete", "expiry"])
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_paused_sandbox_ends_without_a_trace(end: str, api: Api, runtime: str, stack: Stack) -> None:
     """Its processes are killed while they are frozen, so no request is sent once more."""
     internet = stack.internet
@@ -319,6 +320,7 @@ def test_a_paused_sandbox_ends_without_a_trace(end: str, api: Api, runtime: str,
         assert sent == len(polls(internet, made.id))
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None:
     """Its stream was open before the pause, and continues after it."""
     with sandbox(stack, runtime) as made:
@@ -365,6 +367,7 @@ def test_processes_survive_many_pauses(api: Api, runtime: str, stack: Stack) -> 
         assert "0" == words[1]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_pause_by_dockers_own_command_is_a_pause(api: Api, runtime: str, stack: Stack) -> None:
     """Another program pauses the container with Docker. The sandbox is paused completely, and can be resumed."""
     with busy(stack, runtime) as made:
@@ -390,6 +393,7 @@ def _has(stack: Stack, name: str, kind: str) -> bool:
     return any(item["kind"] == kind and item.get("sandbox") == name for item in stack.audit_records())
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_log_shows_what_left_before_and_after_a_pause(api: Api, runtime: str, stack: Stack) -> None:
     """Between the worker's records of a pause and of the resume no record allows anything."""
     with busy(stack, runtime) as made:

@@ -23,6 +23,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.census import daemons, take
 from testbed.internet import API, STATUS
 from testbed.stack import IMAGE, Stack
+from tests.conftest import ONE_RUNTIME
 from tests.images import small
 from tests.system.test_create_and_delete import settled, until
 
@@ -113,6 +114,7 @@ def test_a_claimed_sandbox_has_all_of_its_call(stack: Stack, api: Api, runtime: 
         ended(made)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_output_of_a_claimed_sandbox_is_complete_and_shows_no_value_of_its_call(
     stack: Stack, api: Api, runtime: str
 ) -> None:
@@ -149,6 +151,7 @@ def logs(stack: Stack, sandbox: str) -> str:
             return str(error)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_member_of_a_replaced_image_is_given_to_no_claim(
     stack: Stack, api: Api, runtime: str, tmp_path: Path
 ) -> None:
@@ -212,6 +215,7 @@ def test_an_entrypoint_that_fails_is_the_answer_of_the_claim(stack: Stack, api: 
     api.full(1)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_burst_of_claims_gets_each_member_once(stack: Stack, api: Api, runtime: str) -> None:
     """The others are refused with 429. No two sandboxes share a machine id or a token."""
     api.make(runtime, 3, most=3)
@@ -243,6 +247,7 @@ def test_a_dead_serve_keeps_its_pools(stack: Stack, api: Api) -> None:
         ended(made)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_claim_takes_less_time_than_a_launch(stack: Stack, api: Api, runtime: str) -> None:
     """Medians of three in one run."""
 

@@ -535,6 +535,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     assert (before.worker_pid, before.generation) == (after.worker_pid, after.generation)
 
 
+@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
 @pytest.mark.parametrize("name", ["auditd", "vaultd"])
 def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
     hostd: Hostd, engine: Engine, sandbox: str, name: str

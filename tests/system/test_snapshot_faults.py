@@ -3,6 +3,7 @@
 It tests `runtimes/snapshotting.py` and `lifecycle/snapshots/service.py` with processes that are killed.
 """
 
+import itertools
 import os
 import secrets
 import signal
@@ -55,14 +56,23 @@ def _notes(stack: Stack) -> list[Path]:
     return list((stack.run / "frozen").iterdir())
 
 
+READ, LOADED = "while its files are read", "while Docker loads it"
 MOMENTS: dict[str, Callable[[Stack], bool]] = {
-    "while its files are read": lambda stack: bool(_notes(stack)),
-    "while Docker loads it": _loading,
+    READ: lambda stack: bool(_notes(stack)),
+    LOADED: _loading,
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", ["hostd", "serve", "dockerd"])
+IN_EACH_RUN = {("hostd", READ), ("serve", LOADED), ("dockerd", LOADED)}
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        pytest.param(*case, marks=[] if case in IN_EACH_RUN else pytest.mark.extended)
+        for case in itertools.product(("hostd", "serve", "dockerd"), MOMENTS)
+    ],
+)
 def test_a_kill_at_any_step_leads_to_a_whole_snapshot_or_to_none(second: Stack, victim: str, moment: str) -> None:
     """A failed one has left nothing; a ready one can be restored; the source runs and is not frozen."""
     for runtime in ("runc", "runsc"):
