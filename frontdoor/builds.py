@@ -42,10 +42,13 @@ def set_up(places: Places) -> Built:
     """Install packages, build what is missing, and export the paths."""
     packages.install(packages.PACKAGES)
     root = Path(places.checkout)
+    with ThreadPoolExecutor(1) as beside:  # the image waits for packages
+        base = beside.submit(_image, places, root, "base", "base image (Debian packages)")
+        runsc, execd = _runsc(places), _execd(places, root)
     built = Built(
-        runsc=_runsc(places),
-        execd=_execd(places, root),
-        base_image=_image(places, root, "base", "base image (Debian packages)"),
+        runsc=runsc,
+        execd=execd,
+        base_image=base.result(),
         empty_image=_empty_image(places),
         code_image=f"{places.cache}/{names.code_image(root)}",
     )
