@@ -371,4 +371,11 @@ require (
 	sigs.k8s.io/yaml v1.6.0 // indirect
 )
 
-replace github.com/hashicorp/go-discover => ./discovery
+replace (
+	github.com/hashicorp/go-discover => ./replaced/discover
+	github.com/hashicorp/go-gcp-common => ./replaced/gcp
+	github.com/hashicorp/go-kms-wrapping/wrappers/azurekeyvault/v2 => ./replaced/azurekeyvault
+	github.com/hashicorp/go-kms-wrapping/wrappers/gcpckms/v2 => ./replaced/gcpckms
+	github.com/hashicorp/go-kms-wrapping/wrappers/ocikms/v2 => ./replaced/ocikms
+	github.com/okta/okta-sdk-golang/v5 => ./replaced/okta
+)
