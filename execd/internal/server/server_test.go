@@ -345,7 +345,7 @@ func TestASlowReaderGetsAll(t *testing.T) {
 		if err != nil {
 			break
 		}
-		time.Sleep(20 * time.Millisecond)
+		time.Sleep(60 * time.Millisecond)
 	}
 	testkit.Equal(t, 9<<20, read)
 	testkit.Equal(t, sha256.Sum256(bytes.Repeat([]byte("sallyport"), 1<<20)), [32]byte(digest.Sum(nil)))
