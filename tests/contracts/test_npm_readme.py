@@ -17,7 +17,7 @@ import pytest
 from testbed.stack import IMAGE, Stack
 from tests.stacks import beside
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 _PACKAGE = "node_modules/@alibaba-group/opensandbox"
 _EXAMPLES = 13

@@ -462,7 +462,7 @@ def test_runsc_runs_with_the_stated_flags_and_writes_no_log(stack: Stack, sandbo
     assert [] == [word for word in values if "TESTONLY" in word or "debug-log" in word]
 
 
-@pytest.mark.parametrize("descriptor", [3, 7, 8])
+@pytest.mark.parametrize("descriptor", [7, *(pytest.param(other, marks=pytest.mark.extended) for other in (3, 8))])
 def test_a_work_directory_that_is_a_descriptor_starts_nothing(descriptor: int, stack: Stack) -> None:
     """CVE-2024-21626: an image whose work directory is one of runc's descriptors is refused without residue."""
     image = f"sallyport/workdir-{descriptor}"

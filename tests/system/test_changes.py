@@ -272,6 +272,7 @@ async def created(stack: Stack, patience: float) -> tuple[int, str]:
     return status, json.loads(text)["id"] if status == 202 else ""
 
 
+@pytest.mark.extended
 async def test_a_storm_of_calls_ends_in_refusals_and_leaves_nothing() -> None:
     """500 concurrent creates, two thirds of which the client abandons early. Each sandbox is deleted twice, while other
     clients ask and list.

@@ -28,7 +28,7 @@ from testbed.stack import EMPTY_IMAGE
 from testbed.traces import Traces, alive, left_by_server, start_time
 from tests.stacks import INTERNET, Second, scratch
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; print('runs', flush=True); time.sleep(300)"

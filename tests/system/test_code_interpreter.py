@@ -131,6 +131,7 @@ def test_the_documented_quick_starts_work_as_written(stack: Stack) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runsc"], indirect=True)
 def test_the_documented_usage_works_as_written(box: Box) -> None:
     """Each snippet of the README, in its order."""
@@ -378,7 +379,7 @@ KINDS = {
         _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
     ),
 }
-SLOW = ("go", "java", "javascript")  # the same kernel protocol; a run of the first two takes seconds
+SLOW = ("go", "java", "javascript", "bash")  # the same kernel protocol
 FRESH = {"java": 1}  # Each of its kernels takes two seconds to start.
 ROUNDS = 4
 

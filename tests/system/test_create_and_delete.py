@@ -223,6 +223,7 @@ async def test_creates_and_deletes_that_meet_each_other(stack: Stack) -> None:
     assert {} == settled(stack, before)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stack) -> None:
     request = body(extensions={"sallyport.runtime": runtime})
     async with client(stack) as http:

@@ -235,7 +235,7 @@ async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
 
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
-@pytest.mark.parametrize("mode", ["refused", "unanswered"])
+@pytest.mark.parametrize("mode", ["refused", pytest.param("unanswered", marks=pytest.mark.extended)])
 async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
     """In hostd. The caller gets an error, or has a complete sandbox. The next launch succeeds."""
     before = take(faulty)
@@ -265,7 +265,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
 
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
-@pytest.mark.parametrize("mode", ["refused", "unanswered"])
+@pytest.mark.parametrize("mode", [pytest.param("refused", marks=pytest.mark.extended), "unanswered"])
 async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: Faulty, runtime: str) -> None:
     before = take(faulty)
     async with faulty.client() as http:
@@ -493,7 +493,8 @@ async def test_after_a_death_of_dockerd_at_any_step_an_operation_is_whole_or_lea
     assert [] == faulty.wrong(before)
 
 
-@pytest.mark.parametrize("op", ["image-remove", pytest.param("image-add", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("op", ["image-remove", "image-add"])
 def test_after_a_death_of_dockerd_at_any_step_the_list_of_images_is_what_docker_has(
     op: str, faulty: Faulty, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from vault.grants import SecretBinding
 from vault.secret import Secret
 from wire.api.vaultd import Used
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 LIMIT = 1.0
 """Seconds in which a freeze or a revocation takes effect."""

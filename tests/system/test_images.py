@@ -85,7 +85,9 @@ def _source(place: Place, form: str) -> tuple[str, ...]:
             return (f"{TOOL}:1.2",)
 
 
-@pytest.mark.parametrize("form", ["saved", "oci-archive", "layout", "registry"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("saved", marks=pytest.mark.extended), "oci-archive", "layout", "registry"]
+)
 def test_an_image_of_each_form_is_started_on_both_runtimes(place: Place, form: str) -> None:
     said = place.image("add", *_source(place, form))
     name = said.split()[1].rstrip(":")
@@ -146,6 +148,7 @@ DOCUMENTED = ("ubuntu", "ubuntu:22.04", "python:3.11", "my-registry.com/python:3
 """The names in the documents of the published SDKs."""
 
 
+@pytest.mark.extended
 def test_the_names_of_the_sdk_s_documents_work_after_an_alias(place: Place) -> None:
     place.image("add", place.write("sdk.tar", small().saved()), "--name", "own/image:1")
     try:

@@ -27,7 +27,7 @@ from tests.vault.vault_server import VaultServer
 from vault.keyring import source_of
 from vault.wrapping.sources import KeySource
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 VAULTD = 700000002
 POLICY = f"""

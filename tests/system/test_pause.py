@@ -343,7 +343,7 @@ def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None
         assert heard[-1] > paused + SECONDS
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.extended
 def test_processes_survive_many_pauses(api: Api, runtime: str, stack: Stack) -> None:
     """A pause interrupts each system call, also those by which gVisor reaches its stub processes."""
     with sandbox(stack, runtime) as made:

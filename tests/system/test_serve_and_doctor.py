@@ -278,6 +278,7 @@ def test_without_nft_nothing_is_started(machine: Machine) -> None:
     assert "install the Debian packages nftables" in failed["nft"]
 
 
+@pytest.mark.extended
 def test_with_an_nft_that_fails_nothing_is_started(machine: Machine) -> None:
     machine.path = f"{machine.broken('nft').parent}:{machine.path}"
     assert "nft: nft fails with status 1: no such luck" in machine.refusal()
@@ -307,12 +308,14 @@ def test_without_docker_nothing_is_started(machine: Machine) -> None:
     assert {"docker"} == set(machine.doctor()[1])
 
 
+@pytest.mark.extended
 def test_without_dockerd_nothing_is_started(machine: Machine) -> None:
     machine.docker["binary"] = "/nonexistent/dockerd"
     assert "dockerd: /nonexistent/dockerd is missing" in machine.refusal()
     assert "docker.io" in machine.doctor()[1]["dockerd"]
 
 
+@pytest.mark.extended
 def test_without_its_upstream_namespace_nothing_is_started(machine: Machine) -> None:
     machine.top["upstream_netns"] = str(machine.directory / "nowhere")
     assert f"upstream: {machine.directory}/nowhere is no network namespace" in machine.refusal()

@@ -220,7 +220,7 @@ def results(printed: str) -> dict[str, Any]:
     return dict(json.loads(line) for line in printed.splitlines() if line.startswith('["'))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.extended
 def test_each_client_works_under_its_preset(
     stack: Stack, services: Services, storage: Storage, callers: dict[str, SandboxSync], runtime: str
 ) -> None:

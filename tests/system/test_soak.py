@@ -5,7 +5,7 @@ import pytest
 from demo.soak import soak
 from testbed.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.extended]
 
 CREATES = 60
 

@@ -109,6 +109,8 @@ CLIENTS = {
     "node fetch": Client(f"""node -e 'fetch("{URL}").then(answer => console.log(answer.status))'"""),
     **{name: Client(f'python3 -c "{code}"') for name, code in _PYTHON.items()},
 }
+REPEATED = ("venv", "node https", "httpx")
+"""Clients with the library of another one."""
 _OTHER_ANCHORS = dict.fromkeys(CA_VARIABLES, OTHER) | {
     # Git and Go read the directory of the mounted bundle too.
     "GIT_SSL_CAPATH": "/tmp/none",
@@ -217,13 +219,15 @@ def _images(stack: Stack) -> Iterator[None]:
     stack.remove_images(SMALL, JAVA)
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in REPEATED else name for name in CLIENTS]
+)
 def test_a_client_of_the_base_image_trusts_its_gateway(base: Place, name: str) -> None:
     for user in USERS:
         base.judge(CLIENTS[name], user)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.extended
 def test_go_trusts_its_gateway_in_an_image_without_certificates(
     runtime: str, stack: Stack, internet: Internet, values: Secrets, images: None, go_program: bytes
 ) -> None:
@@ -246,7 +250,7 @@ def test_java_of_a_users_image_trusts_its_gateway(
         assert (0, True) == (listed[0], "contains 2 entries" in listed[1]), listed[1]
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.extended
 def test_the_code_interpreter_image_trusts_its_gateway(
     runtime: str, stack: Stack, code_image: str, internet: Internet, values: Secrets, go_program: bytes
 ) -> None:

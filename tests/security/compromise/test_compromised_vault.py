@@ -188,7 +188,9 @@ def test_a_worker_is_given_what_its_own_sandbox_was_granted_and_no_more(compromi
             other.kill()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["its file", "the whole directory"])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(False, marks=pytest.mark.extended), True], ids=["its file", "the whole directory"]
+)
 def test_a_rotated_secret_does_not_come_back_with_the_files_it_was_in(
     compromised: CompromisedStack, tmp_path: Path, whole: bool
 ) -> None:

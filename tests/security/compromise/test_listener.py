@@ -125,6 +125,7 @@ def test_the_port_is_never_free_while_serve_is_started_again(second: Stack) -> N
     assert former != _of(second, "serve")
 
 
+@pytest.mark.extended
 def test_the_port_is_never_free_while_hostd_and_serve_are_started_again(second: Stack) -> None:
     """The watchdog holds the port; it is stopped meanwhile."""
     assert second._process is not None

@@ -37,7 +37,7 @@ echo $! >/tmp/group; until [ -e /tmp/taken ]; do sleep 0.05; done; cat /tmp/take
 _LEAVE = "kill -KILL -- -$(cat /tmp/group)"
 
 
-@pytest.fixture(scope="module", params=("runc", "runsc"), name="pair")
+@pytest.fixture(scope="module", params=("runc", pytest.param("runsc", marks=pytest.mark.extended)), name="pair")
 def _pair(request: pytest.FixtureRequest, stack: Stack) -> Iterator[tuple[SandboxSync, SandboxSync, str]]:
     made: list[SandboxSync] = []
     try:

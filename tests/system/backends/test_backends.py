@@ -181,7 +181,7 @@ def answers(stack: Stack) -> bool:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.extended
 def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_lease(
     setup: Setup, runtime: str
 ) -> None:
