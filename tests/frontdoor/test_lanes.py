@@ -37,11 +37,28 @@ def test_arguments_select_lanes_or_tests() -> None:
     assert ((), ("tests/policy", "--all")) == split(["tests/policy", "--all"])
 
 
-@pytest.mark.parametrize("directory", ["tests/policy", "tests/security"])
-@pytest.mark.parametrize("marked", list(itertools.product((False, True), repeat=4)))
-def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool, bool]) -> None:
+MARKERS = {
+    "tests/system": ("system", "timed", "faults", "images"),
+    "tests/security": ("system", "images"),
+    "tests/vault": ("system", "timed"),
+    "tests/contracts": ("system", "images"),
+    "tests": ("system",),
+}
+"""The markers of the tests below each folder; those of `tests` are in every other folder."""
+
+
+@pytest.mark.parametrize(
+    ("directory", "marked"),
+    [
+        (directory, marked)
+        for directory, markers in MARKERS.items()
+        for count in range(len(markers) + 1)
+        for marked in itertools.combinations(markers, count)
+    ],
+)
+def test_each_test_is_in_one_lane(directory: str, marked: tuple[str, ...]) -> None:
     """Markers that no system test has change nothing."""
-    markers = dict(zip(("system", "timed", "faults", "images"), marked, strict=True))
+    markers = {name: name in marked for name in MARKERS["tests/system"]}
     lanes = [
         name
         for name, (_, expression, *where) in LANES.items()
@@ -50,6 +67,14 @@ def test_each_test_is_in_one_lane(directory: str, marked: tuple[bool, bool, bool
     ]
     assert 1 == len(lanes)
     assert ("fast" in lanes) is not markers["system"]
+
+
+def test_no_folder_has_a_marker_that_is_not_listed() -> None:
+    for module in (ROOT / "tests").rglob("test_*.py"):
+        path = module.relative_to(ROOT).as_posix()
+        listed = next(markers for folder, markers in MARKERS.items() if path.startswith(f"{folder}/"))
+        text = module.read_text()
+        assert set() == {name for name in MARKERS["tests/system"] if f"pytest.mark.{name}" in text} - set(listed), path
 
 
 def test_the_fast_tests_are_those_without_the_marker_system() -> None:
