@@ -15,7 +15,6 @@ from testbed.far_end import FarEndWatch, control_targets
 from testbed.internet import DNS_ADDRESS, Internet
 from testbed.privileged import PrivilegedContainer
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "threat-model.md"
 BROKEN = {
@@ -124,7 +123,6 @@ def test_nothing_arrives_from_one_that_changes_the_namespace_and_it_is_cut_off(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_no_form_of_a_secret_can_be_found_in_a_sandbox(runtime: str, sandboxes: dict[str, DemoSandbox]) -> None:
     """The search finds the values that were planted for it, and no secret."""
     sandboxes[runtime].work()

@@ -379,7 +379,7 @@ KINDS = {
         _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
     ),
 }
-SLOW = ("go", "java", "javascript", "bash")  # the same kernel protocol
+SLOW = ("go", "java", "javascript")  # the same kernel protocol; a run of the first two takes seconds
 FRESH = {"java": 1}  # Each of its kernels takes two seconds to start.
 ROUNDS = 4
 

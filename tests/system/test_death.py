@@ -438,7 +438,6 @@ def hostd_answers(stack: Stack) -> bool:
         return False
 
 
-@pytest.mark.extended
 def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +459,6 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
             sandbox.close()
 
 
-@pytest.mark.extended
 def test_a_create_waits_for_an_image_that_hostd_imports_after_an_adoption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,8 +133,7 @@ def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) 
     ] == [line for line in said if "vsock" in line or "io_uring" in line]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.extended), signal.SIGTERM])
 def test_an_interrupted_probe_clears_up(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(_command(tmp_path / "settings.toml", "runc"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -315,7 +315,6 @@ def test_without_dockerd_nothing_is_started(machine: Machine) -> None:
     assert "docker.io" in machine.doctor()[1]["dockerd"]
 
 
-@pytest.mark.extended
 def test_without_its_upstream_namespace_nothing_is_started(machine: Machine) -> None:
     machine.top["upstream_netns"] = str(machine.directory / "nowhere")
     assert f"upstream: {machine.directory}/nowhere is no network namespace" in machine.refusal()
