@@ -74,8 +74,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-@pytest.fixture(scope="module", autouse=True, name="collected")
-def _collected(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True, name="no_garbage")
+def _no_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
     """Collect garbage at the end of a system module, so that a connection that it did not close is its own error."""
     yield
     if request.node.get_closest_marker("system"):

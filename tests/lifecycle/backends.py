@@ -31,7 +31,7 @@ ON_BOTH = frozenset(
 """The test modules whose servers run on each of them."""
 EXTENDED = frozenset({"test_diagnostics", "test_faults_at_each_step", "test_lifecycle_shapes"})
 """Modules of these that run on PostgreSQL with --all only: forms of requests and answers, and faults at each step.
-`test_postgresql.py` has those in each run."""
+`test_postgresql.py` has faults at each step in each run."""
 
 
 def described(dsn: str, *, connect: int = 5, statement: int = 5) -> DatabaseConfig:
