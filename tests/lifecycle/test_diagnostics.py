@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from backends import table
 from standins import IMAGE, World, world
 from test_transactions import until
 
 import wire
 from lifecycle.sandboxes import reaper
 from lifecycle.sandboxes.history import History
-from lifecycle.sandboxes.registry import RegistryError, State
+from lifecycle.sandboxes.registry import Registry, RegistryError, State
 from wire.api.hostd import Launch, PolicyInForce
 from wire.api.states import HostState
 
@@ -346,19 +347,21 @@ async def test_an_unknown_sandbox_has_none(api: Api, what: str, sandbox: str) ->
 
 async def test_a_server_has_the_histories_of_its_own_sandboxes_only(api: Api) -> None:
     """Two servers on one database: the rule for rows holds for histories."""
-    sandbox = await api.create()
-    server = api.world.server
-    assert server is not None
-    table = server.registry._table
-    other = type(table)(table._database, "srv-" + "9" * 24)
-    assert table.history(sandbox) is not None
-    assert other.history(sandbox) is None
-    other.record(sandbox, lambda history: json.loads("broken"))
-    other.purge(1e12)
-    other.shift(1.0)
-    await api.client.delete(f"/v1/sandboxes/{sandbox}")
-    other.purge(1e12)
-    await api.get(sandbox, "inspect")
+    config = api.world.config
+    other = Registry(table(config.database, config.state_dir / "sallyport.db", "srv-" + "9" * 24))
+    await other.open()
+    try:
+        sandbox = await api.create()
+        await api.get(sandbox, "inspect")
+        assert await other.history(sandbox) is None
+        await other.record(sandbox, lambda history: json.loads("broken"))
+        await other.purge(1e12)
+        await other.shift(1.0)
+        await api.client.delete(f"/v1/sandboxes/{sandbox}")
+        await other.purge(1e12)
+        await api.get(sandbox, "inspect")
+    finally:
+        await other.close()
 
 
 POOL: dict[str, Any] = {
