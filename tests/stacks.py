@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,16 @@ from policy.compiled import CompiledPolicy
 from testbed.internet import API, GIT, INDEX, PREFIX, Internet
 from testbed.stack import EMPTY_IMAGE, Stack, code_image
 from tests import docker_data
+from vault.grants import SecretBinding
 from wire.api.hostd import Configure
+from wire.api.vaultd import Put, Value
+from wire.blocking import BlockingClient
 
 INTERNET = PREFIX
+VAULTD = 700000002
+"""The user of vaultd."""
 MEMORY, DISK = "/dev/shm", "/var/tmp"
-"""Places of a server's files. In memory Docker takes a third of the processor time to import an image."""
+"""Places of a server's files. Docker's are in memory, where an import takes a third of the processor time."""
 
 
 class WithCode(Stack):
@@ -87,12 +92,13 @@ def undescribed_records(records: Iterable[Mapping[str, Any]]) -> set[tuple[str, 
 
 def put_secrets(stack: Stack, values: Secrets) -> None:
     """Store the secrets that the demo's policy injects."""
-    for name, host, value in (
-        ("git-login", GIT, values.git),
-        ("index-login", INDEX, values.index),
-        ("api-token", API, values.api),
-    ):
-        stack.sallyport("vault", "put", name, "--host", host, stdin=value)
+    with BlockingClient(stack.run / "vault.sock", VAULTD, timeout=60) as vault:
+        for name, host, value in (
+            ("git-login", GIT, values.git),
+            ("index-login", INDEX, values.index),
+            ("api-token", API, values.api),
+        ):
+            vault.ask(Put(name, Value(value), SecretBinding.make([host]).form))
 
 
 @contextmanager
@@ -106,18 +112,20 @@ def scratch(name: str, below: str = MEMORY) -> Iterator[Path]:
 
 @contextmanager
 def beside(kind: type[Stack], name: str, values: Secrets | None = None, below: str = MEMORY) -> Iterator[Stack]:
-    """Run a server of `kind` beside the session's. The upstream servers accept `values`."""
+    """Run a server of `kind` beside the session's, with its state below `below`. Its upstreams accept `values`."""
     run = Path(f"{os.environ['SALLYPORT_RUN_DIR']}-{name}")
     far = values or Secrets(git="a:b", index="a:b", api="c")
     accounts = {"git": far.git, "index": far.index, "api": far.api}
-    with scratch(name, below) as place, pytest.MonkeyPatch.context() as monkeypatch:
+    with ExitStack() as places:
+        place = places.enter_context(scratch(name))
+        files = place if below == MEMORY else places.enter_context(scratch(name, below))
+        monkeypatch = places.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("SALLYPORT_HOME", str(place / "home"))
         monkeypatch.setenv("SALLYPORT_RUN_DIR", str(run))
         with Internet(f"{INTERNET}-{name}", place / "internet", accounts) as internet:
             try:
-                stack = kind(internet, place / "stack")
-                if below == MEMORY:
-                    docker_data.provide(place / "home" / "docker", stack.images, below)
+                stack = kind(internet, files / "stack")
+                docker_data.provide(place / "home" / "docker", stack.images, MEMORY)
                 with stack:
                     yield stack
             finally:

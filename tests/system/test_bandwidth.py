@@ -45,12 +45,6 @@ def _slow() -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture(scope="module", name="plain")
-def _plain() -> Iterator[Stack]:
-    with beside(Second, "plain") as stack:
-        yield stack
-
-
 @contextmanager
 def sandbox_of(stack: Stack, runtime: str) -> Iterator[SandboxSync]:
     sandbox = stack.create(runtime, image=EMPTY_IMAGE, policy=None, resource={"memory": "512Mi", "cpu": "1"})
@@ -73,9 +67,9 @@ def seconds(sandbox: SandboxSync) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
-def test_a_transfer_takes_as_long_as_the_operator_says(slow: Stack, plain: Stack, runtime: str) -> None:
+def test_a_transfer_takes_as_long_as_the_operator_says(slow: Stack, stack: Stack, runtime: str) -> None:
     """In each direction, and neither much faster nor much slower than the rate: TCP is slowed, not broken."""
-    with sandbox_of(plain, runtime) as free, sandbox_of(slow, runtime) as limited:
+    with sandbox_of(stack, runtime) as free, sandbox_of(slow, runtime) as limited:
         without = [min(times) for times in zip(*(seconds(free) for _ in range(3)), strict=True)]
         with_limit = seconds(limited)
     for free_seconds, limited_seconds in zip(without, with_limit, strict=True):

@@ -26,7 +26,7 @@ from testbed.census import take
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import Stack
 from tests.conftest import RUNTIMES
-from tests.stacks import Second, beside
+from tests.stacks import VAULTD, Second, beside
 from tests.system.test_create_and_delete import body, client, settled
 from vault.client import AdminClient
 from vault.grants import SecretBinding
@@ -207,7 +207,7 @@ async def test_each_request_holds_one_version_of_a_secret(stack: Stack, internet
     """After a rotation is answered no request has the former value. No request has two values, or none."""
     values = [f"version-{number}-{secrets.token_hex(16)}" for number in range(CHANGES + 1)]
     pauses = random.Random(13)
-    vault = await AdminClient.connect(stack.run / "vault.sock", 700000002)
+    vault = await AdminClient.connect(stack.run / "vault.sock", VAULTD)
     try:
         await vault.put("rotating-token", Secret(values[0]), SecretBinding.make([STATUS]))
         states = [State(values[0], 0.0, 0.0)]

@@ -19,7 +19,7 @@ from testbed.census import daemons
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
-from tests.stacks import removed
+from tests.stacks import VAULTD, removed
 from tests.system.test_create_and_delete import until
 from tests.system.test_snapshots import closing_manager, ready, restore
 from vault.client import AdminClient
@@ -34,7 +34,6 @@ LIMIT = 1.0
 """Seconds in which a freeze or a revocation takes effect."""
 MARGIN = 0.1
 """Until the server of the test internet notices the end of a connection: it writes to a stream every 0.05 s."""
-VAULTD = 700000002
 
 
 @pytest.fixture(name="vault")

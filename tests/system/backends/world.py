@@ -29,7 +29,7 @@ from testbed.leaks import Search
 from testbed.stack import Stack
 from tests.client_certificates import Issued, authority, key_pem
 from tests.postgresql import Cluster, running
-from tests.stacks import beside, removed
+from tests.stacks import VAULTD, beside, removed
 from tests.system.backends.mirror_server import Mirror, mirroring
 from tests.vault.authorization_server import AuthorizationServer
 from tests.vault.stand_in import https, send
@@ -53,7 +53,7 @@ TOKEN_SECONDS = 12
 ROTATED = "vault://kv/agents/rotated#token"
 FIRSTS = 5
 """Sandboxes for each kind of secret, in the measurement of first requests."""
-USER, VAULTD = "ledger_app", 700000002
+USER = "ledger_app"
 DYNAMIC = "vault://database/creds/agents-ro#username:password"
 _POLICY = """
 version: 1
