@@ -64,8 +64,8 @@ def code_image(places: Places, built: Built) -> None:
     os.environ["SALLYPORT_CODE_IMAGE"] = built.code_image
 
 
-def for_tests(places: Places, built: Built) -> None:
-    """Install and build the parts that only tests need, and export them.
+def for_tests(places: Places, built: Built, *, every: bool) -> None:
+    """Install and build the parts that only tests need, and export them; with `every` those of --all too.
 
     The servers are compiled on all processors, while the images and clients mostly wait for packages. If a build fails,
     this returns after the end of the other one.
@@ -77,7 +77,8 @@ def for_tests(places: Places, built: Built) -> None:
         servers = beside.submit(lambda: (_vault_server(places, root), _storage(places)))
         code_image(places, built)
         os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
-        os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
+        if every:
+            os.environ["SALLYPORT_JAVA_IMAGE"] = _image(places, root, "java", "image with Debian's Java")
         if not os.path.isfile(f"{clients}/complete"):
             title = "published clients (PyPI and npm packages)"
             step(title, "tests/clients/install.sh", clients, places.uv, places.python)

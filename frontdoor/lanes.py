@@ -29,9 +29,9 @@ _FAST = "not system"
 LANES = {
     "fast": ("-m", _FAST),
     "system": ("-m", "system and not (timed or faults or images)", "--ignore", "tests/security"),
-    "faults": ("-m", "system and faults and not (timed or images)", "tests/system"),
+    "faults": ("-m", "system and faults and not (timed or images)", "tests/security", "tests/system"),
     "images": ("-m", "system and images and not timed", "tests/contracts", "tests/security", "tests/system"),
-    "security": ("-m", "system and not (timed or images)", "tests/security"),
+    "security": ("-m", "system and not (timed or faults or images)", "tests/security"),
     "timed": ("-m", "system and timed", "tests/system", "tests/vault"),
 }
 """The options of pytest that select the tests of each lane; each test is in one lane.
@@ -95,7 +95,7 @@ def run(places: Places, built: builds.Built, arguments: list[str]) -> int:
     selected, options = split(arguments)
     suite = Suite(places.python, f"{places.home}/reports", selected, kept=(lock.DESCRIPTOR,))
     os.makedirs(suite.reports, exist_ok=True)
-    builds.for_tests(places, built)
+    builds.for_tests(places, built, every="--all" in arguments)
     if arguments:
         builds.for_bench(places)
     go = builds.go(places)

@@ -19,13 +19,13 @@ from frontdoor import builds, packages, places
 packages.PACKAGES = packages.TEST_PACKAGES = packages.BENCH_PACKAGES = ()
 here = places.enter(os.environ)
 built = builds.set_up(here)
-builds.for_tests(here, built)
+builds.for_tests(here, built, every=EVERY)
 builds.for_bench(here)
 print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("SALLYPORT_")}))
 """
 
 
-def run(home: Path) -> subprocess.CompletedProcess[str]:
+def run(home: Path, *, every: bool = True) -> subprocess.CompletedProcess[str]:
     """Run as root with this home, without `go` and the builders of images on the path."""
     tools = home / "tools"
     tools.mkdir(exist_ok=True)
@@ -34,6 +34,7 @@ def run(home: Path) -> subprocess.CompletedProcess[str]:
             (tools / name).symlink_to(f"/usr/bin/{name}")
     environment = {"SALLYPORT_HOME": str(home), "SALLYPORT_RUN_DIR": "/r", "RUN_UV": "/no/uv", "PATH": str(tools)}
     program = PROGRAM.replace("places.enter(os.environ)", "places.find(os.environ, os.getcwd(), 0)")
+    program = program.replace("EVERY", str(every))
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -75,6 +76,14 @@ def test_what_is_in_the_cache_is_exported_and_not_built(home: Path) -> None:
         "SALLYPORT_REGISTRY": f"{cache}/docker-registry/usr/bin/docker-registry",
         "SALLYPORT_STORAGE": f"{cache}/{STORAGE}",
     } == json.loads(done.stdout)
+
+
+def test_what_only_every_test_needs_is_not_built_for_the_others(home: Path) -> None:
+    os.remove(home / "cache" / names.image(ROOT, "java"))
+    done = run(home, every=False)
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "SALLYPORT_JAVA_IMAGE" not in json.loads(done.stdout)
+    assert "image with Debian's Java" in run(home).stderr
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_arguments_select_lanes_or_tests() -> None:
 
 MARKERS = {
     "tests/system": ("system", "timed", "faults", "images"),
-    "tests/security": ("system", "images"),
+    "tests/security": ("system", "faults", "images"),
     "tests/vault": ("system", "timed"),
     "tests/contracts": ("system", "images"),
     "tests": ("system",),

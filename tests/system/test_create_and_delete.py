@@ -24,7 +24,7 @@ from testbed.internet import API, ATTACKER, STATUS
 from testbed.stack import EMPTY_IMAGE, Stack
 from tests.conftest import ONE_RUNTIME
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 IDLE = ["tail", "-f", "/dev/null"]
 LOOPS = 20
@@ -123,6 +123,7 @@ async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtim
     assert {} == grown(stack, held)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_removal(
     runtime: str, stack: Stack
 ) -> None:
@@ -169,6 +170,7 @@ async def test_names_that_are_taken_are_passed_over(stack: Stack) -> None:
     assert {} == settled(stack, before)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str, stack: Stack) -> None:
     """A started creation is completed and can be found, or is undone. The list shows every resource that exists."""
     before = take(stack)
@@ -223,6 +225,7 @@ async def test_creates_and_deletes_that_meet_each_other(stack: Stack) -> None:
     assert {} == settled(stack, before)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stack) -> None:
     request = body(extensions={"sallyport.runtime": runtime})
@@ -239,6 +242,7 @@ async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stac
     assert {} == grown(stack, held)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stack, values: Secrets) -> None:
     """A command runs, a flow is open with half of its answer, a secret is in use. All of them end long before their own
     end.
@@ -278,6 +282,7 @@ async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
     assert [] == traces.remaining()
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: Stack, values: Secrets) -> None:
     """SIGKILL of `serve`: the sandbox continues under its policy, is listed again, and its token is still valid."""
     before = take(stack)
@@ -334,6 +339,7 @@ async def test_the_end_of_the_host_daemon_is_the_end_of_its_sandboxes(second: St
     assert [] == [line for line in mounts if f"{second.run}/" in line]
 
 
+@pytest.mark.extended
 async def test_a_launch_whose_docker_dies_leaves_nothing(second: Stack) -> None:
     """Docker is killed during launches and restarts. Failed launches leave nothing, and the next create succeeds."""
     before = take(second)

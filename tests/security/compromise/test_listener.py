@@ -16,7 +16,7 @@ import pytest
 from runtimes.process import predecessor
 from testbed.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 WORKER = 700001000
 
@@ -111,6 +111,7 @@ def _of(stack: Stack, name: str) -> int:
     return found.pid
 
 
+@pytest.mark.extended
 def test_the_port_is_never_free_while_serve_is_started_again(second: Stack) -> None:
     """hostd is stopped meanwhile, so `serve` is down for as long as the thief and the client need."""
     assert second._process is not None

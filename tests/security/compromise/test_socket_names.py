@@ -20,7 +20,7 @@ from tests.security.compromise.held import Held
 from tests.security.compromise.stack import CompromisedStack, Hostile
 from wire import bind_unix
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 _ATTEMPTS = """
 import os, socket
