@@ -9,9 +9,9 @@ import gc
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:  # each fixture imports what it needs: the fast tests start wi
 RUNTIMES = ("runsc", "runc")
 ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
 """Parameters of tests of the gateway or the control plane. Only --all runs them on the second runtime too."""
+
+
+def representatives(cases: Iterable[str], *each_run: str) -> list[Any]:
+    """Return parameters of a test that tries `each_run` in each run, and the other cases with --all only."""
+    return [case if case in each_run else pytest.param(case, marks=pytest.mark.extended) for case in cases]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,7 @@ from testbed.stack import IMAGE, Stack
 from tests.contracts.test_published_clients import ANSWER_SECONDS, HERE, Lines, Osb
 from tests.stacks import beside
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.extended]
 
 _IMAGE = "python:3.12"
 _TEMPLATES = "FSB::API_NOT_SUPPORTED"

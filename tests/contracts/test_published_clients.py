@@ -19,7 +19,7 @@ import pytest
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.extended]
+pytestmark = pytest.mark.system
 
 HERE = Path(__file__).parent
 ANSWER_SECONDS = 60
@@ -148,6 +148,7 @@ def test_osb_as_a_process(clients: Path, surroundings: dict[str, str], osb: Osb)
     assert (0, "hello\n") == (done.returncode, done.stdout), done.stderr
 
 
+@pytest.mark.extended
 def test_osb_makes_and_removes_what_a_request_file_says(osb: Osb) -> None:
     request = {
         "image": {"uri": "sallyport/base"},
@@ -183,6 +184,7 @@ def test_osb_makes_and_removes_what_a_request_file_says(osb: Osb) -> None:
     assert 1 == osb("sandbox", "get", made["id"])[0]
 
 
+@pytest.mark.extended
 def test_osb_shows_and_renews_a_sandbox(osb: Osb) -> None:
     states = ("--state", "running", "--state", "paused", "--page-size", "5")
     shown = osb.json("sandbox get", osb.id)
@@ -203,6 +205,7 @@ def test_osb_shows_and_renews_a_sandbox(osb: Osb) -> None:
     assert osb.json("sandbox endpoint", osb.id, "--port", "8000")["endpoint"].endswith(f"{osb.id}/proxy/8000")
 
 
+@pytest.mark.extended
 def test_osb_pauses_and_resumes_a_sandbox(osb: Osb) -> None:
     osb.told("sandbox", "pause", osb.id)
     paused = osb.json("sandbox get", osb.id)["status"]["state"]
@@ -219,6 +222,7 @@ def test_osb_pauses_and_resumes_a_sandbox(osb: Osb) -> None:
     assert "back\n" == osb.told("command", "run", osb.id, "--", "echo", "back")
 
 
+@pytest.mark.extended
 def test_osb_runs_commands(osb: Osb) -> None:
     run = ("command", "run", osb.id)
     code, out, err = osb(*run, "--", "bash", "-c", "echo out; echo err >&2; exit 3")
@@ -230,6 +234,7 @@ def test_osb_runs_commands(osb: Osb) -> None:
     assert (1, True) == (late[0], "CommandExecError: -1" in late[1] + late[2])
 
 
+@pytest.mark.extended
 def test_osb_follows_and_interrupts_commands_in_the_background(osb: Osb) -> None:
     def begun(*command: str) -> str:
         return str(osb.json("command run", osb.id, "--background", "--", *command)["execution_id"])
@@ -250,6 +255,7 @@ def test_osb_follows_and_interrupts_commands_in_the_background(osb: Osb) -> None
     until(lambda: status(sleep) == (False, -1))
 
 
+@pytest.mark.extended
 def test_osb_keeps_a_session(osb: Osb) -> None:
     session = osb.json("command session create", osb.id, "--workdir", "/usr")["session_id"]
     run = ("command", "session", "run", osb.id, session)
@@ -261,6 +267,7 @@ def test_osb_keeps_a_session(osb: Osb) -> None:
     assert 1 == osb(*run, "--", "pwd")[0]
 
 
+@pytest.mark.extended
 def test_osb_moves_files(osb: Osb) -> None:
     def shown(path: str) -> tuple[int, str, str, int]:
         (entry,) = osb.json("file info", osb.id, path)
@@ -291,6 +298,7 @@ def test_osb_moves_files(osb: Osb) -> None:
     assert 1 == osb("file", "info", osb.id, "/tmp/osb")[0]
 
 
+@pytest.mark.extended
 def test_osb_changes_what_leaves_and_with_which_secret(osb: Osb, internet: Internet) -> None:
     marker, first, second = (f"{name}-{secrets.token_hex(20)}" for name in ("osb", "first", "second"))
     auth = {"type": "bearer", "credential": "token"}
@@ -326,6 +334,7 @@ def test_osb_changes_what_leaves_and_with_which_secret(osb: Osb, internet: Inter
     assert 1 == osb("credential-vault", "get", osb.id)[0]
 
 
+@pytest.mark.extended
 def test_osb_takes_lists_restores_and_removes_snapshots(osb: Osb) -> None:
     """A sandbox that begins with a snapshot has the file of its source."""
     osb.told("file", "write", osb.id, "/root/kept", "-c", "by osb")
@@ -346,6 +355,7 @@ def test_osb_takes_lists_restores_and_removes_snapshots(osb: Osb) -> None:
     assert 1 == osb("snapshot", "get", snapshot)[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -371,6 +381,7 @@ def test_osb_says_what_cannot_be(osb: Osb, command: str, code: str) -> None:
     assert "".join(code.split()) in "".join((out + err).split())  # the program wraps its lines
 
 
+@pytest.mark.extended
 def test_osb_shows_diagnostics_of_a_sandbox_and_of_a_removed_one(osb: Osb) -> None:
     """Logs and events with a scope, and all commands of the plain text."""
     secret = f"value-{secrets.token_hex(8)}"
@@ -418,6 +429,7 @@ class Mcp(Lines):
         return None if result.get("isError") else result["structuredContent"]
 
 
+@pytest.mark.extended
 def test_every_tool_of_the_mcp_server_works_and_it_ends(
     clients: Path, surroundings: dict[str, str], tmp_path: Path, runtime: str
 ) -> None:
@@ -485,6 +497,7 @@ def test_every_tool_of_the_mcp_server_works_and_it_ends(
     assert 0 == code
 
 
+@pytest.mark.extended
 def test_the_npm_sdk(
     clients: Path, surroundings: dict[str, str], stack: Stack, internet: Internet, runtime: str
 ) -> None:

@@ -313,7 +313,6 @@ async def test_files(sdk: Sdk) -> None:
     assert big == await settle(files.read_bytes("/tmp/big"))
 
 
-@BOTH_KINDS
 async def test_commands(sdk: Sdk) -> None:
     sandbox = await sdk.create(env={"OUTER": "o"})
     execution = await shell(sandbox, "echo out; echo err >&2; exit 7")

@@ -53,6 +53,7 @@ def _left(stack: Stack, snapshot: str) -> list[str]:
     return [name for name in images if snapshot in name] + [str(path) for place in places for path in place.iterdir()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_hundred_thousand_links_are_taken_within_the_limits(stack: Stack, runtime: str) -> None:
     """Or refused; the source is not frozen for long, and the server answers meanwhile."""
@@ -74,6 +75,7 @@ print("done")
     assert ["25000", "20000"] == (shown or "").split()
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_no_secret_token_key_or_policy_is_in_a_snapshot(stack: Stack, runtime: str, values: Secrets) -> None:
     """After the use of a secret. As a control, a mark that the sandbox wrote is found in the same bytes."""
     mark = f"mark-{time.time_ns()}"
@@ -127,6 +129,7 @@ def _top_layer(stack: Stack, snapshot: str) -> bytes:
     return subprocess.run(["tar", "-C", str(upper), "-cf", "-", "."], capture_output=True, check=True).stdout
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_create_call_cannot_name_a_snapshot_as_its_image(stack: Stack, runtime: str) -> None:
     """By no tag, id, short id or digest; the list of images does not have it. As a control, the restore works."""
     with closing_manager(stack) as manager, removed(stack.create(runtime, policy=None)) as sandbox:

@@ -18,6 +18,7 @@ import pytest
 from testbed.internet import API, ATTACKER, METADATA_ADDRESS, REGISTRY, REGISTRY_ADDRESS, UP_ADDRESS
 from testbed.with_parent import with_parent
 from tests import image_files
+from tests.conftest import representatives
 from tests.image_files import ImageFile
 from tests.images import PASSWORD, PORT, SECRET, Fetching, Place, fetching, small
 from wire.api.hostd import IMAGE_REQUESTS
@@ -297,7 +298,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize(
+    "what",
+    representatives(
+        HOSTILE, "a hard link out of the root", "another content than its digest", "40 MiB of zeros in 40 KiB"
+    ),
+)
 def test_an_archive_of_an_attacker_is_refused_and_leaves_nothing(place: Place, what: str) -> None:
     before, images = place.listed(), place.docker_images()
     assert "(image)" in place.refused("add", place.write("hostile.tar", HOSTILE[what]), "--name", "h:1")

@@ -34,7 +34,7 @@ from bench import first_code
 from bench.fixture import Fixture
 from testbed.internet import Internet
 from testbed.stack import CODE_ENTRYPOINT, Stack
-from tests.conftest import ONE_RUNTIME, RUNTIMES
+from tests.conftest import ONE_RUNTIME, RUNTIMES, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -163,6 +163,7 @@ def test_the_documented_usage_works_as_written(box: Box) -> None:
     assert "['Alice', 'Bob', 'Charlie', 'Dave']" == names["result"].result[0].text
 
 
+@pytest.mark.extended
 def test_a_file_of_the_sdk_lies_where_code_looks_for_it(box: Box) -> None:
     """The example of the SDK's own documentation: a relative name is the same place for both."""
     box.sandbox.files.write_file("data.txt", "Hello")
@@ -228,6 +229,7 @@ def test_java_keeps_its_state(box: Box) -> None:
     assert "21" == box.run("x + 1", context=context).result[0].text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 @pytest.mark.parametrize(
     ("code", "name", "value"),
@@ -250,6 +252,7 @@ def test_errors_of_java_have_the_names_that_clients_expect(box: Box, code: str, 
     assert (name, value) == (failed.error.name, failed.error.value)
 
 
+@pytest.mark.extended
 def test_go_builds_and_runs_whole_programs(box: Box) -> None:
     """Each in the context's directory. The message of the compiler or the program is the error."""
     context = box.context("go")
@@ -379,7 +382,6 @@ KINDS = {
         _program("for {}"), _program("fmt.Println(2)"), _program(""), _program("fmt.Println(42)"), "KeyboardInterrupt"
     ),
 }
-SLOW = ("go", "java", "javascript")  # the same kernel protocol; a run of the first two takes seconds
 FRESH = {"java": 1}  # Each of its kernels takes two seconds to start.
 ROUNDS = 4
 
@@ -390,9 +392,7 @@ def interrupted_at_init(box: Box, code: str, context: Any) -> Execution:
     return box.run(code, context=context, handlers=handlers)
 
 
-@pytest.mark.parametrize(
-    "language", [pytest.param(one, marks=pytest.mark.extended) if one in SLOW else one for one in KINDS]
-)
+@pytest.mark.parametrize("language", representatives(KINDS, "python"))
 def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str) -> None:
     """While the kernel starts, and at each moment of its first steps in a run. Variables stay."""
     kind = KINDS[language]
@@ -472,6 +472,7 @@ def test_deleting_a_context_ends_what_runs_in_it(box: Box) -> None:
     assert running.result().error is not None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runsc"], indirect=True)
 def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
     """Ten megabytes in lines. A single message that is too large for a client is left out, with a notice."""
@@ -643,6 +644,7 @@ def test_the_server_listens_inside_only(box: Box) -> None:
     assert ["open", "closed"] == answers
 
 
+@pytest.mark.extended
 def test_the_benchmark_of_first_code_gives_whole_figures(stack: Stack, internet: Internet) -> None:
     """On both runtimes. The times have only a high limit."""
     figures = {figure.name: figure.values for figure in first_code.measure(Fixture(internet, stack, ""), 1)}

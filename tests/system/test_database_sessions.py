@@ -27,8 +27,9 @@ from testbed import collect
 from testbed.internet import DATABASE, DATABASE_ADDRESS, Internet
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import POLICY, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ONE_RUNTIME, representatives
 from tests.postgresql import Cluster, programs, running
+from tests.stacks import VAULTD
 from tests.system.test_create_and_delete import until
 from vault.client import AdminClient
 from vault.secret import Secret
@@ -40,7 +41,6 @@ LIMIT = 1.0
 """Seconds in which a freeze or a revocation takes effect."""
 IN_FORCE = 2.0
 """Seconds until a changed policy file is in force."""
-VAULTD = 700000002
 _C_LIBRARY = ("ld-linux", "libc.so", "libm.so", "libresolv", "linux-vdso")
 _MIB = 1 << 20
 
@@ -177,6 +177,7 @@ def records(stack: Stack, sandbox: SandboxSync, kind: str, decision: str) -> lis
     ]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_unmodified_clients_work_without_a_password_and_see_none(
     stack: Stack, database: Database, clients: bytes, runtime: str
 ) -> None:
@@ -230,7 +231,7 @@ def test_a_session_that_no_rule_allows_does_not_reach_the_server(
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 @pytest.mark.timed
-@pytest.mark.parametrize("action", ["freeze", "revoke_all", "policy"])
+@pytest.mark.parametrize("action", representatives(("freeze", "revoke_all", "policy"), "freeze", "policy"))
 async def test_a_live_session_ends_with_its_secret_or_its_rule(
     stack: Stack, database: Database, clients: bytes, vault: AdminClient, runtime: str, action: str
 ) -> None:

@@ -32,6 +32,7 @@ from testbed.census import command_lines, daemons, take
 from testbed.internet import ADDRESSES, API, ATTACKER, UP_ADDRESS, Internet
 from testbed.stack import EMPTY_IMAGE, Stack
 from testbed.traces import Traces, start_time
+from tests.conftest import representatives
 from tests.stacks import Second, beside, put_secrets
 from tests.system.test_create_and_delete import body, client
 from wire.operations import Done, Ping
@@ -41,8 +42,6 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 PATIENCE = 60.0
 """Seconds until everything works again. The duration is measured elsewhere."""
 ALONE = ["worker", "zygote", "guard", "auditd", "vaultd", "compiler", "serve", "hostd", "dockerd", "containerd"]
-STATEFUL = ("worker", "serve", "hostd", "dockerd", "containerd")
-"""The processes that have a part in a pause."""
 PAIRS = [
     "hostd+dockerd",
     "hostd+auditd",
@@ -243,7 +242,7 @@ def test_after_any_death_nothing_escapes_and_everything_comes_back_by_itself(
 
 @pytest.mark.parametrize(
     "victims",
-    [*(pytest.param(one, marks=[] if one in STATEFUL else pytest.mark.extended) for one in ALONE), "hostd+dockerd"],
+    representatives((*ALONE, "hostd+dockerd"), "serve", "hostd", "hostd+dockerd"),
 )
 def test_a_pause_survives_the_death_of_each_process(
     victims: str, stack: Stack, clients: list[Client], internet: Internet
@@ -394,7 +393,7 @@ def _of(stack: Stack) -> list[str]:
 
 
 @pytest.mark.usefixtures("clients")  # runsc's first start leaves a mount in its state, which stays.
-@pytest.mark.parametrize("op", ["create", "delete"])
+@pytest.mark.parametrize("op", representatives(("create", "delete"), "delete"))
 async def test_hostd_killed_in_the_middle_leaves_all_or_nothing(op: str, stack: Stack) -> None:
     """An answered operation is complete. Any other one is undone, or its sandbox can be found and deleted."""
     before = take(stack)
@@ -438,6 +437,7 @@ def hostd_answers(stack: Stack) -> bool:
         return False
 
 
+@pytest.mark.extended
 def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +459,7 @@ def test_an_image_whose_file_is_gone_is_no_reason_to_close_a_sandbox(
             sandbox.close()
 
 
+@pytest.mark.extended
 def test_a_create_waits_for_an_image_that_hostd_imports_after_an_adoption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def parts(secret: str, size: int = 6) -> list[str]:
     return [secret[place : place + size] for place in range(len(secret) - size + 1)]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_output_is_complete_and_has_no_value_of_the_environment(api: Api, stack: Stack, runtime: str) -> None:
     """Of any number of lines, so that a read begins anywhere in the output. What is kept is the same."""
     sandbox = printing(stack, runtime)
@@ -211,6 +212,7 @@ def test_the_asynchronous_sdk_reads_the_same(api: Api, stack: Stack, runtime: st
         sandbox.close()
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_the_output_of_a_sandbox_that_was_cut_off_is_kept(api: Api, stack: Stack, runtime: str) -> None:
     """Its container is removed at once. Its output is read before."""
     sandbox = printing(stack, runtime)

@@ -26,7 +26,7 @@ import wire
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import Census, command_lines, take
 from testbed.stack import EMPTY_IMAGE, Stack, StackError
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ONE_RUNTIME, representatives
 from tests.image_files import ImageFile, entry, tar
 from tests.stacks import DISK, beside
 from wire.api import hostd
@@ -39,8 +39,6 @@ OLD = {"defaultAction": "deny", "egress": [{"action": "allow", "target": "api.ba
 RULE = {"action": "allow", "target": "status.bank.example"}
 PARALLEL = 4
 KILLS = 4
-KILLED = ("killed-before", pytest.param("killed-after", marks=pytest.mark.extended))
-"""After a step is before the next one, so each run has the first only."""
 RESTARTS = 4
 PATIENCE = 120.0
 _KEEPER = """
@@ -316,7 +314,8 @@ async def test_a_gateway_whose_restart_fails_at_any_step_comes_back(faulty: Faul
     assert [] == faulty.wrong(before)
 
 
-@pytest.mark.parametrize("mode", KILLED)
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", ["killed-before", "killed-after"])
 async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, faulty: Faulty) -> None:
     """SIGKILL of hostd at steps from the first to the last. Existing sandboxes continue, half-made ones are removed."""
     async with faulty.client() as http:
@@ -338,7 +337,7 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
 
 
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
-@pytest.mark.parametrize("mode", ["refused", "unanswered", *KILLED])
+@pytest.mark.parametrize("mode", representatives(("refused", "unanswered", "killed-before", "killed-after"), "refused"))
 async def test_a_pause_and_a_resume_are_whole_after_a_fault_at_any_step(
     mode: str, faulty: Faulty, runtime: str
 ) -> None:
@@ -377,7 +376,7 @@ async def _turned(http: httpx.AsyncClient, name: str, op: str) -> None:
     assert {"pause": "Paused", "resume": "Running"}[op] == state
 
 
-@pytest.mark.parametrize("mode", [*KILLED, "unanswered"])
+@pytest.mark.parametrize("mode", representatives(("killed-before", "killed-after", "unanswered"), "killed-before"))
 async def test_a_pause_and_a_resume_that_lose_their_control_plane_are_whole(mode: str, faulty: Faulty) -> None:
     before = take(faulty)
     async with faulty.client() as http:
@@ -404,7 +403,8 @@ POOL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("victim", ["hostd", pytest.param("serve", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["hostd", "serve"])
 async def test_a_claim_that_is_killed_at_any_step_is_whole_or_leaves_nothing(victim: str, faulty: Faulty) -> None:
     """The member has its caller and its policy, or is removed. The pool then has another one, and a claim succeeds."""
     before = take(faulty)
@@ -612,7 +612,7 @@ async def _changed(http: httpx.AsyncClient, name: str, number: int, mode: str) -
     assert f"s{number}-{mode}.bank.example" in [rule["target"] for rule in again.json()["policy"]["egress"]]
 
 
-@pytest.mark.parametrize("mode", ["killed-before", "left-before"])
+@pytest.mark.parametrize("mode", representatives(("killed-before", "left-before"), "left-before"))
 async def test_a_creation_that_loses_its_control_plane_leaves_nothing(mode: str, faulty: Faulty) -> None:
     """At each step. A sandbox whose id no caller got is removed, and the workload never ran without its gateway."""
     before = take(faulty)

@@ -20,6 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.internet import REGISTRY
 from testbed.stack import EMPTY_IMAGE, StackError
+from tests.conftest import ONE_RUNTIME, representatives
 from tests.image_files import ImageFile, entry, tar, tar_of, write
 from tests.images import Place, fetching, small
 
@@ -86,7 +87,7 @@ def _source(place: Place, form: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param("saved", marks=pytest.mark.extended), "oci-archive", "layout", "registry"]
+    "form", representatives(("saved", "oci-archive", "layout", "registry"), "oci-archive", "registry")
 )
 def test_an_image_of_each_form_is_started_on_both_runtimes(place: Place, form: str) -> None:
     said = place.image("add", *_source(place, form))
@@ -171,7 +172,7 @@ def test_the_names_of_the_sdk_s_documents_work_after_an_alias(place: Place) -> N
         place.image("remove", "own/image:1")
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_removed_image_starts_no_sandbox_and_those_that_run_continue(place: Place, runtime: str) -> None:
     image = small()
     image.changes = {"author": runtime}

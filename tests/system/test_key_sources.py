@@ -19,7 +19,7 @@ from demo.sandboxes import Secrets
 from testbed.census import daemons
 from testbed.internet import API
 from testbed.stack import Stack, StackError
-from tests.stacks import beside, removed
+from tests.stacks import VAULTD, beside, removed
 from tests.system.test_create_and_delete import until
 from tests.vault.key_sources import Transit
 from tests.vault.tokens import MODULE, SoftToken, ready
@@ -27,9 +27,8 @@ from tests.vault.vault_server import VaultServer
 from vault.keyring import source_of
 from vault.wrapping.sources import KeySource
 
-pytestmark = [pytest.mark.system, pytest.mark.faults]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.extended]
 
-VAULTD = 700000002
 POLICY = f"""
 version: 1
 policies:

@@ -210,6 +210,7 @@ def test_a_worker_that_gets_little_of_a_processor_is_kept_and_ends_what_it_accep
         assert {"200": STREAMS} == answers(streams)
 
 
+@pytest.mark.extended
 def test_a_worker_that_gets_next_to_nothing_of_a_processor_is_kept(
     rig: Rig,  # noqa: F811
     web: None,

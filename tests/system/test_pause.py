@@ -204,6 +204,7 @@ def used(container: str) -> Use:
     return Use(Processor(Cgroups("/run/none")).seconds(container), processes)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_paused_sandbox_neither_computes_nor_sends(api: Api, runtime: str, stack: Stack) -> None:
     """It computes, asks, resolves and uploads until then. After the answer not one byte leaves."""
     internet = stack.internet
@@ -259,6 +260,7 @@ for number in range(100000):
 """
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_what_is_changed_during_a_pause_binds_the_first_request(api: Api, runtime: str, stack: Stack) -> None:
     """A host that is taken away gets no request after the resume, and a revoked credential is in none."""
     internet, value = stack.internet, f"paused-{secrets.token_hex(16)}"

@@ -103,6 +103,7 @@ def denials(stack: Stack, sandbox: SandboxSync) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_client_that_needs_a_credential_works_with_its_placeholder(
     internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str, client: str
 ) -> None:
@@ -247,6 +248,7 @@ def works(internet: Internet, values: Secrets, sandbox: SandboxSync) -> bool:
     return [f"Bearer {values.api}"] == [received_field(note, "authorization") for note in found]
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_restored_sandbox_has_its_own_placeholder(
     stack: Stack, internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -262,6 +264,7 @@ def test_a_restored_sandbox_has_its_own_placeholder(
         manager.delete_snapshot(snapshot)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_claimed_sandbox_has_its_own_placeholder(
     stack: Stack, internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str
 ) -> None:

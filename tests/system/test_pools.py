@@ -94,6 +94,7 @@ def ended(sandbox: SandboxSync) -> None:
     sandbox.close()
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_a_claimed_sandbox_has_all_of_its_call(stack: Stack, api: Api, runtime: str) -> None:
     """Variables, entrypoint, metadata and policy. The policy is in force when the entrypoint begins."""
     api.make(runtime, 1)
@@ -184,6 +185,7 @@ def test_a_member_of_a_replaced_image_is_given_to_no_claim(
     assert until(lambda: others == known(stack))
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) -> None:
     """A member has execd and nothing else. A claimed one has its entrypoint too: the control."""
     others = known(stack)
@@ -206,6 +208,7 @@ def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) ->
         ended(made)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_an_entrypoint_that_fails_is_the_answer_of_the_claim(stack: Stack, api: Api, runtime: str) -> None:
     """Nothing of the member is left, and the pool makes another one."""
     api.make(runtime, 1, most=1)

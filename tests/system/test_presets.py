@@ -262,6 +262,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_what_a_preset_does_not_allow_does_not_arrive(sandbox: SandboxSync, services: Services) -> None:
     """The control arrives."""
     done(sandbox, "curl -sS -o /dev/null https://pypi.org/simple/x/")

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from lifecycle.posture import probe, server
 from lifecycle.posture.attempts import ATTEMPTS
 from testbed.census import command_lines
 from testbed.ungate import Ungated
+from tests.stacks import scratch
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -73,12 +73,11 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     # Created now. Otherwise the first use would create it in this directory, and it would be removed with it.
     tmp_path_factory.getbasetemp()
     before = _namespaces()
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o711)
-        monkeypatch.setenv("TMPDIR", name)
-        monkeypatch.setattr("tempfile.tempdir", name)
-        yield Path(name)
-        assert [] == _left(Path(name))
+    with scratch("probe") as place:
+        monkeypatch.setenv("TMPDIR", str(place))
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        yield place
+        assert [] == _left(place)
     deadline = time.monotonic() + 300
     while left := _namespaces() - before:  # Namespaces of other processes end with their probe.
         assert time.monotonic() < deadline, left
@@ -100,6 +99,7 @@ def test_every_way_is_held_on_both_runtimes(tmp_path: Path) -> None:
     assert "posture: every way held" == lines[-1]
 
 
+@pytest.mark.extended
 def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the first sandbox is opened and not watched. The report names what gets out.
 
@@ -133,7 +133,8 @@ def test_a_slot_without_its_layers_is_reported(monkeypatch: pytest.MonkeyPatch) 
     ] == [line for line in said if "vsock" in line or "io_uring" in line]
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.extended), signal.SIGTERM])
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_probe_clears_up(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(_command(tmp_path / "settings.toml", "runc"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

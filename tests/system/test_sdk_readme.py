@@ -36,6 +36,7 @@ from tests.system.test_create_and_delete import until
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.extended,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # examples leave connections open
 ]
 

@@ -28,7 +28,7 @@ from runtimes.process.cgroups import Cgroups
 from runtimes.spec import DockerdConfig
 from testbed.stack import free_port
 from tests.anyone import as_anyone
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ONE_RUNTIME, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -247,7 +247,10 @@ def test_commands_without_settings_have_those_of_the_running_server(machine: Mac
     assert "the server is not running: ./run serve" in sallyport("vault", "list").stderr
 
 
-@pytest.mark.parametrize("reached", ["runtimes/sallyport-runsc", "docker.pid", "config/guard.nft", "config/vaultd.pid"])
+PHASES = ("runtimes/sallyport-runsc", "docker.pid", "config/guard.nft", "config/vaultd.pid")
+
+
+@pytest.mark.parametrize("reached", representatives(PHASES, "docker.pid", "config/vaultd.pid"))
 def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, reached: str) -> None:
     """In every phase: before dockerd, while dockerd starts, at the guard, at the daemons."""
     log = machine.directory / "serve.log"

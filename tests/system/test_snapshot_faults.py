@@ -63,7 +63,7 @@ MOMENTS: dict[str, Callable[[Stack], bool]] = {
 }
 
 
-IN_EACH_RUN = {("hostd", READ), ("serve", LOADED)}
+IN_EACH_RUN = {("hostd", READ)}
 
 
 @pytest.mark.parametrize(

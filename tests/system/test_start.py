@@ -63,6 +63,7 @@ def test_a_start_that_fails_is_the_answer_of_the_create_call(
     assert {} == settled(stack, before)
 
 
+@pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_hooks_run_before_the_entrypoint_and_beside_it(stack: Stack, runtime: str) -> None:
     """The create call does not wait for the first one. The entrypoint does."""
     tick = PeriodicLifecycleHook(name="t", schedule="@every 1s", command=_shell("echo tick >>/tmp/log").command)

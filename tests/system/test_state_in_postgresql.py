@@ -129,6 +129,7 @@ def listed(stack: Stack) -> list[str]:
     return [item["id"] for item in api(stack, "GET").json()["items"]]
 
 
+@pytest.mark.extended
 def test_two_servers_on_one_database_do_not_disturb_each_other(stored: Stored, cluster: Cluster) -> None:
     """Neither by their lists and removals, nor when both `serve` are killed, nor when one server ends."""
     mine = api(stored, "POST", "", body()).json()["id"]
@@ -172,6 +173,7 @@ def test_no_other_user_can_read_the_password(stored: Stored, cluster: Cluster) -
     sandbox.close()
 
 
+@pytest.mark.extended
 def test_a_start_with_an_unreachable_database_says_why(stored: Stored, cluster: Cluster) -> None:
     """Then the server starts with the DSN of TCP. A sandbox of before is adopted, with its row."""
     sandbox = stored.create("runc")

@@ -237,6 +237,7 @@ def test_go_trusts_its_gateway_in_an_image_without_certificates(
             place.judge(_GO_CLIENT, user)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_java_of_a_users_image_trusts_its_gateway(
     runtime: str, stack: Stack, internet: Internet, values: Secrets, images: None

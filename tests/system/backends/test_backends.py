@@ -20,12 +20,13 @@ from testbed.census import daemons
 from testbed.internet import API, STATUS
 from testbed.stack import Stack, StackError
 from tests.conftest import ONE_RUNTIME
+from tests.stacks import VAULTD
 from tests.system.backends.world import FIRSTS, SOURCES, VARIABLE, Setup, asked, cores_permitted, sandbox_of
 from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
 
-FETCHER, VAULTD = 700000005, 700000002
+FETCHER = 700000005
 
 
 def test_the_fetcher_has_its_own_user_and_neither_the_master_key_nor_the_files(setup: Setup) -> None:
@@ -106,7 +107,6 @@ def test_limits_of_references_bound_requests_and_check_knows_them(setup: Setup) 
             assert asked(one, API, f"/v1/quiet/{mark}").endswith("200")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("runtime", ONE_RUNTIME)
 def test_revoke_all_cuts_streams_with_secrets_of_backends_and_has_tokens_obtained_again(
     setup: Setup, runtime: str
@@ -134,7 +134,6 @@ def test_revoke_all_cuts_streams_with_secrets_of_backends_and_has_tokens_obtaine
         assert asked(second, API, "/v1/quiet/after").endswith("200")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("killed", ["vault.vaultd", "vault.fetcher", "policy.compiler"])
 def test_after_the_death_of_a_daemon_a_secret_of_a_backend_is_released_again(setup: Setup, killed: str) -> None:
     """vaultd gets the operator's list again, and the fetcher its channel."""
@@ -150,7 +149,6 @@ def test_after_the_death_of_a_daemon_a_secret_of_a_backend_is_released_again(set
         assert asked(sandbox, API, "/v1/quiet/file").endswith("200")
 
 
-@pytest.mark.faults
 def test_hostd_whose_environment_has_secrets_leaves_no_core(setup: Setup) -> None:
     """Its limit permits one. The control is another process of root, in the same directory."""
     hostd = daemons(setup.stack)["runtimes.hostd"]
@@ -180,7 +178,6 @@ def answers(stack: Stack) -> bool:
     return True
 
 
-@pytest.mark.faults
 @pytest.mark.extended
 def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_lease(
     setup: Setup, runtime: str

@@ -57,7 +57,6 @@ def test_a_request_gets_the_access_token_of_a_refresh_token_that_its_issuer_repl
     assert {("info", LOGIN)} == {(record["decision"], record["secret"]) for record in kept}
 
 
-@pytest.mark.faults
 def test_a_refresh_token_outlives_fetcher_and_vaultd_and_a_new_login_replaces_a_revoked_one(setup: Setup) -> None:
     stack, login = setup.stack, setup.file.with_name("login")
     with sandbox_of(stack, "runc", "refreshed") as sandbox:
