@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ from lifecycle.posture import probe, server
 from lifecycle.posture.attempts import ATTEMPTS
 from testbed.census import command_lines
 from testbed.ungate import Ungated
-from tests.stacks import scratch
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -73,11 +73,12 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     # Created now. Otherwise the first use would create it in this directory, and it would be removed with it.
     tmp_path_factory.getbasetemp()
     before = _namespaces()
-    with scratch("probe") as place:
-        monkeypatch.setenv("TMPDIR", str(place))
-        monkeypatch.setattr("tempfile.tempdir", str(place))
-        yield place
-        assert [] == _left(place)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o711)
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
+        assert [] == _left(Path(name))
     deadline = time.monotonic() + 300
     while left := _namespaces() - before:  # Namespaces of other processes end with their probe.
         assert time.monotonic() < deadline, left
