@@ -23,7 +23,11 @@ if TYPE_CHECKING:  # each fixture imports what it needs: the fast tests start wi
 
 RUNTIMES = ("runsc", "runc")
 ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
-"""Parameters of tests of the gateway or the control plane. Only --all runs them on the second runtime too."""
+"""Parameters of tests of the control plane and of execd. Only --all runs them on the second runtime too."""
+GATEWAY_RUNTIME = ("runc", pytest.param("runsc", marks=pytest.mark.extended))
+"""Parameters of tests of the gateway. On runc an attacker has the network stack of the host's kernel, and a sandbox takes
+less processor time. Only --all runs them on runsc too.
+"""
 
 
 def representatives(cases: Iterable[str], *each_run: str) -> list[Any]:
@@ -168,8 +172,8 @@ def _sandboxes(stack: "Stack", values: "Secrets") -> "Iterator[dict[str, DemoSan
 
 @pytest.fixture(scope="session", name="some_runtimes")
 def _some_runtimes(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Return the runtimes for which module fixtures prepare, for tests with the parameters ONE_RUNTIME."""
-    return RUNTIMES if request.config.getoption("every_test") else RUNTIMES[:1]
+    """Return the runtimes for which module fixtures prepare, for tests with the parameters GATEWAY_RUNTIME."""
+    return RUNTIMES if request.config.getoption("every_test") else ("runc",)
 
 
 @pytest.fixture(params=RUNTIMES, name="runtime")

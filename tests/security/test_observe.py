@@ -33,7 +33,7 @@ from testbed.internet import (
 )
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import POLICY
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import GATEWAY_RUNTIME
 from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
@@ -106,7 +106,7 @@ class Both:
     sandbox: str
 
 
-@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+@pytest.fixture(params=GATEWAY_RUNTIME, name="runtime")
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -347,7 +347,7 @@ def test_explain_says_what_a_gateway_in_mode_observe_did(
         *("policy", "explain", "--policy", "watching", "--host", attack.host, "--port", str(attack.port)),
         *("--scheme", scheme, "--method", method, "--path", path),
     )
-    observed = outcomes["runsc"].observed
+    observed = outcomes["runc"].observed
     flows = {
         record.get("flow") for record in observed.records if observed.marks[attack.name] in str(record.get("path"))
     }

@@ -8,7 +8,7 @@ import contextlib
 import re
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from ipaddress import IPv6Address
@@ -21,7 +21,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from gateway.dns.server import STAND_IN
 from testbed.internet import SILENT_ADDRESS, Internet, ip, received_field
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import GATEWAY_RUNTIME
 from tests.stacks import beside
 from tests.system import ipv6
 from wire.api.hostd import Doctor
@@ -156,7 +156,7 @@ class World:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[World]:
+def world(runtimes: Iterable[str]) -> Iterator[World]:
     with beside(OverIpv6, "six") as stack, contextlib.ExitStack() as hosts:
         made = World(stack)
         internet = stack.internet
@@ -168,7 +168,7 @@ def world() -> Iterator[World]:
         hosts.enter_context(ipv6.resolver(internet, made.answer))
         tokens = [f"--host={name}.{ZONE}" for name in SERVED if "-token" in name]
         stack.sallyport("vault", "put", "six-token", *tokens, stdin=TOKEN)
-        for runtime in ("runc", "runsc"):
+        for runtime in runtimes:
             made.sandboxes[runtime] = stack.create(runtime)
         try:
             yield made
@@ -191,16 +191,15 @@ def _routes(internet: Internet) -> None:
 
 
 @pytest.fixture(scope="module")
-def six() -> Iterator[World]:
-    with world() as made:
+def six(some_runtimes: tuple[str, ...]) -> Iterator[World]:
+    with world(some_runtimes) as made:
         yield made
 
 
-both_runtimes = pytest.mark.parametrize("runtime", ["runc", "runsc"])
-one_runtime = pytest.mark.parametrize("runtime", ONE_RUNTIME)
+one_runtime = pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
 
 
-@both_runtimes
+@one_runtime
 @pytest.mark.parametrize("name", ["only", "both", "mixed", "inside"])
 def test_a_spliced_flow_reaches_a_host_over_the_family_that_it_has(six: World, runtime: str, name: str) -> None:
     """The first family is IPv4. An address that policy refuses is passed over; an excepted network is open."""
@@ -210,7 +209,7 @@ def test_a_spliced_flow_reaches_a_host_over_the_family_that_it_has(six: World, r
     assert 1 == len(six.received(runtime, name))
 
 
-@both_runtimes
+@one_runtime
 @pytest.mark.parametrize("name", ["only-token", "both-token", "dead-token"])
 def test_a_secret_is_injected_into_requests_over_both_families(six: World, runtime: str, name: str) -> None:
     assert f"this is {name}.{ZONE}" in six.fetch(runtime, name)
@@ -254,7 +253,7 @@ def test_an_ipv6_address_that_is_not_public_is_neither_shown_nor_dialled(six: Wo
     assert [] == six.received(runtime, name)
 
 
-@both_runtimes
+@one_runtime
 def test_the_sandbox_sees_ipv4_addresses_only(six: World, runtime: str) -> None:
     """A name with IPv6 addresses only has the stand-in; the log has the addresses that can be dialled."""
     answers = {
@@ -289,6 +288,6 @@ def test_without_a_route_no_ipv6_address_is_asked_for_or_dialled(six: World) -> 
     assert "no IPv6 route" not in six.families()  # The excepted network still has one.
     ip("-n", six.stack.internet.up, "-6", "route", "del", "fd00:20::/64")
     assert "no IPv6 route" in six.families()
-    assert f"this is later.{ZONE}" in six.fetch("runsc", "later")
+    assert f"this is later.{ZONE}" in six.fetch("runc", "later")
     assert [("later", "A")] == [question for question in six.asked if question[0] == "later"]
-    assert [SERVED["later"][0]] == six.dialled("runsc", "later")
+    assert [SERVED["later"][0]] == six.dialled("runc", "later")
