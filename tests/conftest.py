@@ -25,8 +25,8 @@ RUNTIMES = ("runsc", "runc")
 ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
 """Parameters of tests of the control plane and of execd. Only --all runs them on the second runtime too."""
 GATEWAY_RUNTIME = ("runc", pytest.param("runsc", marks=pytest.mark.extended))
-"""Parameters of tests of the gateway. On runc an attacker has the network stack of the host's kernel, and a sandbox takes
-less processor time. Only --all runs them on runsc too.
+"""Parameters of tests of the gateway. On runc an attacker has the network stack of the host's kernel, and a sandbox
+takes less processor time. Only --all runs them on runsc too.
 """
 
 

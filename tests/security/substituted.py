@@ -10,16 +10,6 @@ from testbed.stack import Stack
 
 ROOT = Path(__file__).parents[2]
 
-MAINS = {
-    "host": "runtimes.hostd",
-    "auditd": "audit.auditd",
-    "vaultd": "vault.vaultd",
-    "compiler": "policy.compiler",
-    "zygote": "gateway.zygote",
-    "serve": "lifecycle.serve",
-}
-"""The module of each daemon of the product, by the name of the daemon's configuration file."""
-
 
 class SubstitutedStack(Stack):
     """A server as `sallyport serve` starts it, except that the module of each daemon is `module`."""

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway import confine, spawn, worker
 from tests.security.compromise.agent import Agent
-from tests.security.substituted import MAINS
+from tests.security.mains import MAINS
 
 
 def main() -> int:
@@ -27,6 +26,8 @@ def main() -> int:
 
 
 def _in_workers(run: Path) -> None:
+    from gateway import confine, spawn, worker  # only the zygote needs them
+
     become, enter, compose = spawn.become_worker, confine.empty_root, worker.Worker.__init__
     born: dict[str, Any] = {}
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.security.layers import state, substitutes
-from tests.security.substituted import MAINS
+from tests.security.mains import MAINS
 
 
 def main() -> int:
