@@ -91,6 +91,14 @@ def _no_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True, name="shared_trust_store")
+def _shared_trust_store() -> None:
+    if "httpx" in sys.modules:  # a test of the session uses it
+        from tests import trust_store
+
+        trust_store.share()
+
+
 @pytest.fixture(scope="session", name="values")
 def _values() -> "Secrets":
     from demo.sandboxes import Secrets
