@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from opensandbox.config import ConnectionConfigSync
 
 
 def context(client: httpx.Client) -> ssl.SSLContext:
@@ -18,6 +19,14 @@ def test_clients_without_a_trust_store_of_their_own_share_one() -> None:
         assert context(first) is context(second)
         assert context(third) is own
         assert ssl.CERT_REQUIRED is context(first).verify_mode
+
+
+def test_the_published_sdk_reads_it_once() -> None:
+    transports = [ConnectionConfigSync().new_owned_transport() for _ in range(2)]
+    first, second = (transport._inner._ssl_context for transport in transports)  # type: ignore[attr-defined]
+    assert first is second is httpx.create_ssl_context()
+    for transport in transports:
+        transport.close()
 
 
 def test_variables_of_the_environment_select_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,23 +9,24 @@ import ssl
 from functools import cache
 from typing import Any
 
+import httpx
 from httpx._transports import default
 
-_create = default.create_ssl_context
+_create = httpx.create_ssl_context
 
 
 @cache
-def _public(_file: str | None, _directory: str | None) -> ssl.SSLContext:
-    """Return the context for the values of the two variables that httpx reads."""
-    return _create()
+def _public(trust_env: bool, _file: str | None, _directory: str | None) -> ssl.SSLContext:
+    """Return the context for the values of the two variables that httpx reads if `trust_env` is true."""
+    return _create(trust_env=trust_env)
 
 
 def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-    if verify is True and cert is None and trust_env:
-        return _public(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    if verify is True and cert is None:
+        return _public(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
     return _create(verify=verify, cert=cert, trust_env=trust_env)
 
 
 def share() -> None:
-    """Let each later client of httpx that has no trust store of its own use the same one."""
-    default.create_ssl_context = _context
+    """Let each later client that has no trust store of its own use the same one."""
+    httpx.create_ssl_context = default.create_ssl_context = _context
