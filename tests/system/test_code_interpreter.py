@@ -221,6 +221,7 @@ def test_a_context_keeps_its_state(box: Box, language: str, first: str, second: 
     box.interpreter.codes.delete_context(context.id)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_java_keeps_its_state(box: Box) -> None:
     """Also on runc. Its documented example runs on runsc above."""
@@ -413,6 +414,7 @@ def test_a_run_interrupted_at_its_init_keeps_its_context(box: Box, language: str
         assert (None, "42\n") == (done.error, text(done))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_an_interrupt_of_a_context_in_which_nothing_runs_changes_nothing(box: Box) -> None:
     """Also while its kernel starts."""
@@ -494,6 +496,7 @@ def test_a_flood_arrives_whole_where_it_is_read(box: Box) -> None:
     assert "1" == box.run("1", context=context).result[0].text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("box", ["runc"], indirect=True)
 def test_a_reader_that_stops_costs_bounded_memory(box: Box) -> None:
     """Output without a reader is dropped, while the sandbox answers. Then the run ends."""

@@ -185,6 +185,7 @@ def test_an_encoded_slash_has_one_reading_or_is_refused(box: Box) -> None:
     assert [] == box.arrived(refused)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
 def test_boto3_uses_keys_with_empty_segments(box: Box, chosen: Box) -> None:
     """Where a rule permits them. Under another policy the same program is refused."""

@@ -199,6 +199,7 @@ def test_a_whole_machine_serves_and_ctrl_c_leaves_nothing(machine: Machine) -> N
     assert [] == machine.left()
 
 
+@pytest.mark.extended
 def test_commands_without_settings_have_those_of_the_running_server(machine: Machine) -> None:
     """Only its run directory is known to them. A check that needs root reports that. Every user can run the others."""
     policy = machine.directory / "policy.yaml"
