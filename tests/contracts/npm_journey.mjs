@@ -127,6 +127,8 @@ try {
   let answer = { ok: false };
   while (!answer.ok) answer = await fetch(`${await sandbox.getEndpointUrl(8000)}/page`, { headers: endpoint.headers });
   seen.served = await answer.text();
+  const signed = await sandbox.getSignedEndpoint(8000, Math.floor(Date.now() / 1000) + 60);
+  seen.signed = await (await fetch(`http://${signed.endpoint}/page`)).text();
   const again = await Sandbox.connect({ connectionConfig, sandboxId: sandbox.id });
   seen.connected = text(await again.commands.run("echo again"));
   await again.close();
@@ -161,7 +163,6 @@ try {
   seen.refused = {
     pause: pausedAgain,
     resume: await refused(() => manager.resumeSandbox(sandbox.id)),
-    signed: await refused(() => sandbox.getSignedEndpoint(8000, Math.floor(Date.now() / 1000) + 60)),
     snapshot: await refused(() => manager.getSnapshot("unknown")),
     image: await refused(() => Sandbox.create({ connectionConfig, image: "unknown:1" })),
     volume: await refused(() => Sandbox.create({

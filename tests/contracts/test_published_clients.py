@@ -544,6 +544,7 @@ def test_the_npm_sdk(
         "egress": {"defaultAction": "deny", "egress": [{"action": "allow", "target": STATUS}]},
         "isolated": isolated,
         "served": "served\n",
+        "signed": "served\n",
         "connected": "again\n",
         "paused": ["Paused", False, "resumed\n", "Paused", "managed\n"],
         "snapshot": [
@@ -553,7 +554,6 @@ def test_the_npm_sdk(
         "refused": {
             "pause": [409, "DOCKER::SANDBOX_NOT_RUNNING"],
             "resume": [409, "DOCKER::SANDBOX_NOT_PAUSED"],
-            "signed": [400, "SANDBOX::API_NOT_SUPPORTED"],
             "snapshot": [404, "SNAPSHOT::NOT_FOUND"],
             "image": [400, "DOCKER::SANDBOX_IMAGE_PULL_FAILED"],
             "volume": [400, "VOLUME::HOST_PATH_NOT_ALLOWED"],
