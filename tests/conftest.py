@@ -31,8 +31,15 @@ takes less processor time. Only --all runs them on runsc too.
 
 
 def representatives(cases: Iterable[str], *each_run: str) -> list[Any]:
-    """Return parameters of a test that tries `each_run` in each run, and the other cases with --all only."""
-    return [case if case in each_run else pytest.param(case, marks=pytest.mark.extended) for case in cases]
+    """Return parameters of a test that tries `each_run` in each run, and the other cases with --all only.
+
+    Raises:
+        ValueError: one of `each_run` is no case, so that a run would not try it.
+    """
+    found = tuple(cases)
+    if unknown := set(each_run) - set(found):
+        raise ValueError(f"no case: {', '.join(sorted(unknown))}")
+    return [case if case in each_run else pytest.param(case, marks=pytest.mark.extended) for case in found]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

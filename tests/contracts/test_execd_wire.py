@@ -139,8 +139,8 @@ def test_few_connections_to_execd_are_kept(http: httpx.Client) -> None:
     """After any number of concurrent ones. The test counts them in the sandbox before the idle time limit."""
 
     def told(command: str) -> list[str]:
-        told = events(http.post("/command", json={"command": command}))
-        return [event["text"] for event in told if event["type"] == "stdout"]
+        stream = events(http.post("/command", json={"command": command}))
+        return [event["text"] for event in stream if event["type"] == "stdout"]
 
     count = "grep -c ':AEE4 .* 01 ' /proc/net/tcp"
     with ThreadPoolExecutor(20) as pool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from frontdoor.lanes import LANES, Suite, fast_options, fuzz_arguments, split
+from tests.conftest import representatives
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +81,13 @@ def test_no_folder_has_a_marker_that_is_not_listed() -> None:
 def test_the_fast_tests_are_those_without_the_marker_system() -> None:
     assert ("-m", "not system", "-n") == fast_options(slow=True)[:3]
     assert ("-m", "not system and not slow", "-n") == fast_options(slow=False)[:3]
+
+
+def test_a_case_that_does_not_exist_represents_nothing() -> None:
+    kept, other = representatives(("a", "b"), "a")
+    assert ("a", ("b",), ["extended"]) == (kept, other.values, [mark.name for mark in other.marks])
+    with pytest.raises(ValueError, match="no case: c"):
+        representatives(("a", "b"), "a", "c")
 
 
 def test_a_fuzz_test_is_named_by_package_and_function() -> None:

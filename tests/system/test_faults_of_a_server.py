@@ -442,9 +442,7 @@ async def test_a_claim_that_is_killed_at_any_step_is_whole_or_leaves_nothing(vic
     assert [] == faulty.wrong(before)
 
 
-@pytest.mark.parametrize(
-    "op", ["launch", *(pytest.param(op, marks=pytest.mark.extended) for op in ("remove", "claim"))]
-)
+@pytest.mark.parametrize("op", representatives(("launch", "remove", "claim"), "launch"))
 async def test_after_a_death_of_dockerd_at_any_step_an_operation_is_whole_or_leaves_nothing(
     op: str, faulty: Faulty
 ) -> None:

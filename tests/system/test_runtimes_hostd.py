@@ -30,7 +30,7 @@ from runtimes.net import netns
 from runtimes.net.slot_pool import AHEAD
 from runtimes.process.cgroups import Cgroups
 from testbed.traces import alive, cookie_of
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ONE_RUNTIME, representatives
 from tests.runtimes.standin import digest
 from tests.runtimes.test_spec import MEMORY, UIDS
 from tests.stacks import scratch
@@ -459,9 +459,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
 
 
 @pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
-@pytest.mark.parametrize(
-    "stopped", ["auditd", *(pytest.param(n, marks=pytest.mark.extended) for n in ("vaultd", "compiler"))]
-)
+@pytest.mark.parametrize("stopped", representatives(("auditd", "vaultd", "compiler"), "auditd"))
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped daemon never ends itself. Its sandbox's worker stays alive, and gets a channel to the next daemon."""
     worker = hostd.state(sandbox).worker_pid

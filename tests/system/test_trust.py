@@ -27,7 +27,7 @@ from runtimes.engine.containers import CA_VARIABLES, JAVA_STORE
 from runtimes.engine.java_store import java_store
 from testbed.internet import API, GIT, INDEX, Internet, received_field
 from testbed.stack import CODE_ENTRYPOINT, IMAGE, Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import GATEWAY_RUNTIME, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -109,7 +109,7 @@ CLIENTS = {
     "node fetch": Client(f"""node -e 'fetch("{URL}").then(answer => console.log(answer.status))'"""),
     **{name: Client(f'python3 -c "{code}"') for name, code in _PYTHON.items()},
 }
-REPEATED = ("venv", "node https", "httpx")
+REPEATED = {"venv", "node https", "httpx"}
 """Clients with the library of another one."""
 _OTHER_ANCHORS = dict.fromkeys(CA_VARIABLES, OTHER) | {
     # Git and Go read the directory of the mounted bundle too.
@@ -219,9 +219,7 @@ def _images(stack: Stack) -> Iterator[None]:
     stack.remove_images(SMALL, JAVA)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended) if name in REPEATED else name for name in CLIENTS]
-)
+@pytest.mark.parametrize("name", representatives(CLIENTS, *(set(CLIENTS) - REPEATED)))
 def test_a_client_of_the_base_image_trusts_its_gateway(base: Place, name: str) -> None:
     for user in USERS:
         base.judge(CLIENTS[name], user)

@@ -24,7 +24,7 @@ from tests.stacks import VAULTD
 from tests.system.backends.world import FIRSTS, SOURCES, VARIABLE, Setup, asked, cores_permitted, sandbox_of
 from tests.system.test_create_and_delete import until
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.system  # also those that kill: they share the server of this folder, which takes long to start
 
 FETCHER = 700000005
 
