@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 
 sys.path.append(str(Path(__file__).parent.parent / "lifecycle"))
 
@@ -29,7 +29,7 @@ async def server() -> AsyncIterator[World]:
         yield running
 
 
-@pytest.fixture(scope="module", params=ONE_RUNTIME, name="sandbox")
+@pytest.fixture(scope="module", params=ON_RUNC, name="sandbox")
 def _sandbox(request: pytest.FixtureRequest, stack: "Stack") -> "Iterator[SandboxSync]":
     sandbox = stack.create(request.param)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -97,6 +97,12 @@ def operations(url: str) -> list[Any]:
     return [found.ok() for found in document.get_all_operations()]
 
 
+def lists(operation: Any) -> set[str]:
+    """Return the parameters of a query that are lists. Each item is text, so most of their wrong values are right."""
+    parameters = operation.definition.raw.get("parameters", ())
+    return {found["name"] for found in parameters if found["in"] == "query" and "array" in repr(found["schema"])}
+
+
 def fault_of(operation: Any, mode: GenerationMode, url: str) -> str | None:
     """Make generated calls of one operation. Return what disagrees with the document."""
 
@@ -110,6 +116,7 @@ def fault_of(operation: Any, mode: GenerationMode, url: str) -> str | None:
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def one(case: Any) -> None:
+        assume(mode is GenerationMode.POSITIVE or not lists(operation) & set(case.query or ()))
         case.validate_response(case.call(base_url=url, headers=HEADERS, timeout=20), checks=CHECKS)
 
     try:

@@ -51,7 +51,7 @@ from websockets.asyncio.client import connect
 
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
-from tests.conftest import ONE_RUNTIME, RUNTIMES
+from tests.conftest import ON_RUNSC, RUNTIMES
 
 pytestmark = pytest.mark.system
 
@@ -384,7 +384,7 @@ async def test_a_signed_endpoint_is_all_that_a_program_needs(sdk: Sdk, runtime: 
         assert 404 == (await client.get(f"http://{signed.endpoint}/file")).status_code
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 async def test_bash_sessions(sdk: Sdk, runtime: str) -> None:
     """State stays between runs as in a shell. A run that ends its shell does not change the state."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -418,7 +418,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk, runtime: str) -> None:
     """In every run, with any state of the session: the line numbers are those of the same text in a plain bash."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -435,7 +435,7 @@ async def test_messages_of_bash_sessions_count_the_lines_of_their_user(sdk: Sdk,
         assert ["environment: line 3: missing: command not found"] == await run("earlier")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
     """A file belongs to the identity that wrote it, and another identity cannot read it."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -448,7 +448,7 @@ async def test_files_of_an_identity(sdk: Sdk, runtime: str) -> None:
         await settle(other.read_file("/tmp/shared/mine"))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 async def test_a_terminal_over_the_servers_proxy(sdk: Sdk, runtime: str) -> None:
     """No SDK has terminals yet. The test uses the wire contract through the endpoint that the SDK returns."""
     sandbox = await sdk.create(extensions={"sallyport.runtime": runtime})
@@ -568,7 +568,7 @@ async def test_a_credential_vault_acts_at_the_far_end(sdk: Sdk, internet: Intern
         await settle(sandbox.credential_vault.get())
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 async def test_the_substitutions_of_a_binding_act_at_the_far_end(sdk: Sdk, internet: Internet, runtime: str) -> None:
     """On each surface, beside an injection and without one. They are not shown, and end with their binding."""
     rules = NetworkPolicy(defaultAction="deny", egress=[NetworkRule(action="allow", target=API)])

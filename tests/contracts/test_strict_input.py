@@ -359,7 +359,10 @@ async def test_a_query_parameter_that_is_not_read_is_refused(server: World) -> N
             answer = await client.get(f"/v1/sandboxes?{query}")
             assert (400, "SANDBOX::INVALID_PARAMETER") == (answer.status_code, answer.json()["code"]), query
             assert re.split("[=&]", query)[0] in answer.json()["message"]
-        assert 200 == (await client.get("/v1/sandboxes?state=Paused&state=Running")).status_code
+        for route in ("sandboxes", "snapshots"):
+            assert 200 == (await client.get(f"/v1/{route}?state=Paused&state=Running")).status_code
+            assert 200 == (await client.get(f"/v1/{route}?{'&'.join(['state=Paused'] * 32)}")).status_code
+            assert 400 <= (await client.get(f"/v1/{route}?{'&'.join(['state=Paused'] * 33)}")).status_code < 500
 
 
 async def test_a_call_without_a_body_takes_none(server: World) -> None:
