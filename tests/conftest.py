@@ -22,11 +22,13 @@ if TYPE_CHECKING:  # each fixture imports what it needs: the fast tests start wi
     from tests.stacks import Governed
 
 RUNTIMES = ("runsc", "runc")
-ONE_RUNTIME = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
-"""Parameters of tests of the control plane and of execd. Only --all runs them on the second runtime too."""
-GATEWAY_RUNTIME = ("runc", pytest.param("runsc", marks=pytest.mark.extended))
-"""Parameters of tests of the gateway. On runc an attacker has the network stack of the host's kernel, and a sandbox
-takes less processor time. Only --all runs them on runsc too.
+ON_RUNSC = ("runsc", pytest.param("runc", marks=pytest.mark.extended))
+"""Parameters of tests that depend on gVisor's files, memory or processes. Only --all runs them on runc too."""
+ON_RUNC = ("runc", pytest.param("runsc", marks=pytest.mark.extended))
+"""Parameters of tests whose subject is the same on both runtimes: the gateway, the control plane, execd's protocol.
+
+On runc an attacker has the kernel and the network stack of the host, and a sandbox takes less processor time. Only
+--all runs these tests on runsc too.
 """
 
 
@@ -187,7 +189,7 @@ def _sandboxes(stack: "Stack", values: "Secrets") -> "Iterator[dict[str, DemoSan
 
 @pytest.fixture(scope="session", name="some_runtimes")
 def _some_runtimes(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Return the runtimes for which module fixtures prepare, for tests with the parameters GATEWAY_RUNTIME."""
+    """Return the runtimes for which module fixtures prepare, for tests with the parameters ON_RUNC."""
     return RUNTIMES if request.config.getoption("every_test") else ("runc",)
 
 

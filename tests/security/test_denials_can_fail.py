@@ -16,7 +16,7 @@ from testbed.internet import Internet
 from testbed.privileged import PrivilegedContainer
 from testbed.stack import Stack
 from testbed.ungate import Ungated, join_neighbours
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 
 pytestmark = pytest.mark.system
 
@@ -84,7 +84,7 @@ def test_from_an_ungated_privileged_container_it_arrives(
     assert count > 0, seen
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_two_sandboxes_on_one_segment_do_reach_one_another(runtime: str, unwatched: Stack, values: Secrets) -> None:
     """The traffic comes from the workload itself, and from a privileged container in its network."""
     stack = unwatched

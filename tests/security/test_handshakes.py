@@ -9,7 +9,7 @@ from demo.sandboxes import DemoSandbox
 from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
 from testbed.internet import ADDRESSES, API, ATTACKER, GIT, STATUS, Internet
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = pytest.mark.system
 
@@ -110,14 +110,14 @@ SOME_ARRIVES = (
 )
 
 
-@pytest.fixture(scope="module", name="denied", params=GATEWAY_RUNTIME)
+@pytest.fixture(scope="module", name="denied", params=ON_RUNC)
 def _denied(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:
     return from_sandbox(NOTHING_ARRIVES, internet, stack, sandboxes[request.param].id)
 
 
-@pytest.fixture(scope="module", name="allowed", params=GATEWAY_RUNTIME)
+@pytest.fixture(scope="module", name="allowed", params=ON_RUNC)
 def _allowed(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:

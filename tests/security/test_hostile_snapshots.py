@@ -16,7 +16,7 @@ from opensandbox.exceptions import SandboxException
 
 from demo.sandboxes import DemoSandbox, Secrets
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import removed
 from tests.system.test_snapshots import closing_manager, ready, restore, run, settled
 
@@ -54,7 +54,7 @@ def _left(stack: Stack, snapshot: str) -> list[str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_hundred_thousand_links_are_taken_within_the_limits(stack: Stack, runtime: str) -> None:
     """Or refused; the source is not frozen for long, and the server answers meanwhile."""
     program = """
@@ -75,7 +75,7 @@ print("done")
     assert ["25000", "20000"] == (shown or "").split()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_no_secret_token_key_or_policy_is_in_a_snapshot(stack: Stack, runtime: str, values: Secrets) -> None:
     """After the use of a secret. As a control, a mark that the sandbox wrote is found in the same bytes."""
     mark = f"mark-{time.time_ns()}"
@@ -129,7 +129,7 @@ def _top_layer(stack: Stack, snapshot: str) -> bytes:
     return subprocess.run(["tar", "-C", str(upper), "-cf", "-", "."], capture_output=True, check=True).stdout
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_create_call_cannot_name_a_snapshot_as_its_image(stack: Stack, runtime: str) -> None:
     """By no tag, id, short id or digest; the list of images does not have it. As a control, the restore works."""
     with closing_manager(stack) as manager, removed(stack.create(runtime, policy=None)) as sandbox:

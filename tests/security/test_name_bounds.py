@@ -16,7 +16,7 @@ from h2.connection import H2Connection
 from testbed.attacks import Attack, Verdicts, from_outside, from_sandbox
 from testbed.internet import API, DNS_ADDRESS, Internet
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = pytest.mark.system
 
@@ -91,7 +91,7 @@ def _refused(verdicts: Verdicts, name: str) -> list[str]:
     ]
 
 
-@pytest.fixture(params=GATEWAY_RUNTIME, name="runtime")
+@pytest.fixture(params=ON_RUNC, name="runtime")
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -33,7 +33,7 @@ from testbed.internet import (
 )
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import POLICY
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
@@ -106,7 +106,7 @@ class Both:
     sandbox: str
 
 
-@pytest.fixture(params=GATEWAY_RUNTIME, name="runtime")
+@pytest.fixture(params=ON_RUNC, name="runtime")
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

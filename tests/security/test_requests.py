@@ -23,7 +23,7 @@ from testbed.echoes import REDIRECTS, forms
 from testbed.internet import ADDRESSES, API, ATTACKER, GIT, METADATA_ADDRESS, STATUS, Internet, received_field
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = pytest.mark.system
 
@@ -439,7 +439,7 @@ def _denied_control(internet: Internet) -> Verdicts:
     return from_outside(NOTHING_ARRIVES, internet)
 
 
-@pytest.fixture(scope="module", name="mixed", params=GATEWAY_RUNTIME)
+@pytest.fixture(scope="module", name="mixed", params=ON_RUNC)
 def _mixed(
     request: pytest.FixtureRequest, internet: Internet, stack: Stack, sandboxes: dict[str, DemoSandbox]
 ) -> Verdicts:

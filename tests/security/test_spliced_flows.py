@@ -31,7 +31,7 @@ from testbed import raw_stream
 from testbed.internet import ADDRESSES, API, SILENT, SILENT_ADDRESS, SPLICED, STATUS, Internet
 from testbed.raw_host import stream
 from testbed.stack import POLICY
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import Governed
 
 pytestmark = pytest.mark.system
@@ -121,7 +121,7 @@ class Splicer:
         return self.stack.worker_pid(self.id)
 
 
-@pytest.fixture(params=GATEWAY_RUNTIME, name="runtime")
+@pytest.fixture(params=ON_RUNC, name="runtime")
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -20,7 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from runtimes.net import netns, slots
 from runtimes.net.plan import PLAN
 from testbed.stack import EMPTY_IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import Second, beside
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
@@ -66,7 +66,7 @@ def seconds(sandbox: SandboxSync) -> tuple[float, float]:
     return sent - began, time.monotonic() - sent
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_transfer_takes_as_long_as_the_operator_says(slow: Stack, stack: Stack, runtime: str) -> None:
     """In each direction, and neither much faster nor much slower than the rate: TCP is slowed, not broken."""
     with sandbox_of(stack, runtime) as free, sandbox_of(slow, runtime) as limited:

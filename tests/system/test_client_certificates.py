@@ -26,7 +26,7 @@ from testbed.internet import REGISTRY, REGISTRY_ADDRESS, Internet, in_namespace
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack, StackError
 from tests.client_certificates import DAY, Issued, Times, authority, key_pem
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
@@ -129,7 +129,7 @@ def asked(sandbox: SandboxSync, path: str, options: str = "") -> str:
     return done.text.replace("\n", " ").strip()
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_rules_certificate_is_presented_for_its_requests_and_its_key_is_nowhere_in_the_sandbox(
     stack: Stack, partner: Partner, tmp_path: Path, runtime: str
 ) -> None:
@@ -201,7 +201,7 @@ def key_forms(issued: Issued) -> list[bytes]:
     return [*lines, number, number.hex().encode(), base64.b64encode(number)[:40]]
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_rotated_certificate_is_presented_at_once_and_an_expired_one_never(
     stack: Stack, partner: Partner, tmp_path: Path, runtime: str
 ) -> None:

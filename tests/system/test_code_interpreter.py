@@ -34,7 +34,7 @@ from bench import first_code
 from bench.fixture import Fixture
 from testbed.internet import Internet
 from testbed.stack import CODE_ENTRYPOINT, Stack
-from tests.conftest import ONE_RUNTIME, RUNTIMES, representatives
+from tests.conftest import ON_RUNC, RUNTIMES, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -65,7 +65,7 @@ class Box:
         return [str(item.id) for item in self.interpreter.codes.list_contexts(language)]
 
 
-@pytest.fixture(scope="module", params=ONE_RUNTIME, name="box")
+@pytest.fixture(scope="module", params=ON_RUNC, name="box")
 def _box(request: pytest.FixtureRequest, stack: Stack, code_image: str) -> Iterator[Box]:
     sandbox = stack.create(request.param, image=code_image, policy=None, entrypoint=CODE_ENTRYPOINT)
     try:

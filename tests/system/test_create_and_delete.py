@@ -22,7 +22,7 @@ from demo.sandboxes import DemoSandbox, Secrets
 from testbed.census import Census, command_lines, daemons, descriptors, take
 from testbed.internet import API, ATTACKER, STATUS
 from testbed.stack import EMPTY_IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -105,7 +105,7 @@ def _warm(stack: Stack) -> Iterator[None]:
     ],
     ids=["image", "secret", "start"],
 )
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtime: str, stack: Stack) -> None:
     before, held = take(stack), descriptors(stack)
     extensions = {"sallyport.runtime": runtime} | change.get("extensions", {})
@@ -123,7 +123,7 @@ async def test_a_create_that_fails_leaves_nothing(change: dict[str, Any], runtim
     assert {} == grown(stack, held)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_an_entrypoint_that_does_not_exist_ends_the_sandbox_and_not_its_removal(
     runtime: str, stack: Stack
 ) -> None:
@@ -170,7 +170,7 @@ async def test_names_that_are_taken_are_passed_over(stack: Stack) -> None:
     assert {} == settled(stack, before)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_a_client_that_leaves_during_create_leaves_no_orphan(runtime: str, stack: Stack) -> None:
     """A started creation is completed and can be found, or is undone. The list shows every resource that exists."""
     before = take(stack)
@@ -226,7 +226,7 @@ async def test_creates_and_deletes_that_meet_each_other(stack: Stack) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stack) -> None:
     request = body(extensions={"sallyport.runtime": runtime})
     async with client(stack) as http:
@@ -242,7 +242,7 @@ async def test_twenty_lives_leave_everything_as_it_was(runtime: str, stack: Stac
     assert {} == grown(stack, held)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stack, values: Secrets) -> None:
     """A command runs, a flow is open with half of its answer, a secret is in use. All of them end long before their own
     end.
@@ -264,7 +264,7 @@ def test_a_delete_in_the_middle_of_work_leaves_nothing(runtime: str, stack: Stac
     assert {} == settled(stack, before)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
     before = take(stack)
     async with client(stack) as http:
@@ -282,7 +282,7 @@ async def test_expiry_removes_all_the_same(runtime: str, stack: Stack) -> None:
     assert [] == traces.remaining()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_killed_control_plane_comes_back_to_what_it_left(runtime: str, stack: Stack, values: Secrets) -> None:
     """SIGKILL of `serve`: the sandbox continues under its policy, is listed again, and its token is still valid."""
     before = take(stack)

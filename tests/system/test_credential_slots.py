@@ -24,7 +24,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.internet import API, GIT, INDEX, STATUS, Internet, received_field
 from testbed.packages import SCOPED
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system import boto
 
 pytestmark = pytest.mark.system
@@ -92,7 +92,7 @@ def _chosen(stack: Stack, internet: Internet, runtime: str) -> Iterator[Box]:
         made.kill()
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_credentials_of_a_client_do_not_reach_a_host_that_gets_a_secret(box: Box, values: Any) -> None:
     """Each refusal names its slot. The control is a host without secrets, which receives them."""
     own = f"own-{secrets.token_hex(8)}"
@@ -125,7 +125,7 @@ def test_credentials_of_a_client_do_not_reach_a_host_that_gets_a_secret(box: Box
     assert (own, f"session={own}") == (received_field(note, "X-Api-Key"), received_field(note, "Cookie"))
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_rule_chooses_for_each_slot(chosen: Box, values: Any) -> None:
     own = f"own-{secrets.token_hex(8)}"
     url = f"{API}/v1/quiet/chosen-{own}?b=%31&api_key=gone-{own}&c"
@@ -146,7 +146,7 @@ def test_a_rule_chooses_for_each_slot(chosen: Box, values: Any) -> None:
     assert ["cookie:theme", "header:x-own-token"] == sorted(record["forwarded"])
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_published_clients_work_at_hosts_that_own_their_slots(box: Box) -> None:
     """git with a login of its own in the URL, pip, and npm with a token of its own for a scoped package."""
     cloned = box.run(f"cd /tmp && git clone -q https://me:mine@{GIT}/ledger.git mine && cat mine/ledger.txt")
@@ -161,7 +161,7 @@ def test_published_clients_work_at_hosts_that_own_their_slots(box: Box) -> None:
     assert "/npm/@bank%2ftools" in targets
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_an_encoded_slash_has_one_reading_or_is_refused(box: Box) -> None:
     """The server receives it as it was written. Without the permission, and outside of the rule, it is refused."""
     mark = secrets.token_hex(8)
@@ -186,7 +186,7 @@ def test_an_encoded_slash_has_one_reading_or_is_refused(box: Box) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_boto3_uses_keys_with_empty_segments(box: Box, chosen: Box) -> None:
     """Where a rule permits them. Under another policy the same program is refused."""
     key = f"a//{secrets.token_hex(8)}///b"
@@ -213,7 +213,7 @@ def test_a_host_without_path_rules_gets_paths_as_they_are_written(stack: Stack, 
         made.kill()
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_credential_binding_owns_the_slots_of_its_requests(stack: Stack, internet: Internet, runtime: str) -> None:
     """By the published SDK. What no binding matches, and what is `passthrough`, is forwarded as it is."""
     own, value = f"own-{secrets.token_hex(8)}", secrets.token_urlsafe(24)

@@ -27,7 +27,7 @@ from testbed import collect
 from testbed.internet import DATABASE, DATABASE_ADDRESS, Internet
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import POLICY, Stack
-from tests.conftest import GATEWAY_RUNTIME, representatives
+from tests.conftest import ON_RUNC, representatives
 from tests.postgresql import Cluster, programs, running
 from tests.stacks import VAULTD
 from tests.system.test_create_and_delete import until
@@ -177,7 +177,7 @@ def records(stack: Stack, sandbox: SandboxSync, kind: str, decision: str) -> lis
     ]
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_unmodified_clients_work_without_a_password_and_see_none(
     stack: Stack, database: Database, clients: bytes, runtime: str
 ) -> None:
@@ -213,7 +213,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_session_that_no_rule_allows_does_not_reach_the_server(
     stack: Stack, database: Database, clients: bytes, runtime: str
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_session_that_no_rule_allows_does_not_reach_the_server(
         assert before + 1 == database.log().count("connection received")
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 @pytest.mark.timed
 @pytest.mark.parametrize("action", representatives(("freeze", "revoke_all", "policy"), "freeze", "policy"))
 async def test_a_live_session_ends_with_its_secret_or_its_rule(
@@ -261,7 +261,7 @@ async def test_a_live_session_ends_with_its_secret_or_its_rule(
         assert until(lambda: "1" == psql(sandbox, "SELECT 1"), 20)
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 async def test_a_wrong_login_is_explained_without_the_secret(
     stack: Stack, database: Database, clients: bytes, vault: AdminClient, runtime: str
 ) -> None:

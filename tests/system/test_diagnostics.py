@@ -27,7 +27,7 @@ from runtimes.engine.printed import PART
 from testbed.census import daemons
 from testbed.internet import API
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = pytest.mark.system
 
@@ -118,7 +118,7 @@ def parts(secret: str, size: int = 6) -> list[str]:
     return [secret[place : place + size] for place in range(len(secret) - size + 1)]
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_output_is_complete_and_has_no_value_of_the_environment(api: Api, stack: Stack, runtime: str) -> None:
     """Of any number of lines, so that a read begins anywhere in the output. What is kept is the same."""
     sandbox = printing(stack, runtime)
@@ -155,7 +155,7 @@ def test_the_output_is_complete_and_has_no_value_of_the_environment(api: Api, st
         assert not any(part.encode() in path.read_bytes() for part in (SECRET, "MIIEvQIBADANBgkq"))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_life_of_a_sandbox_is_told_by_its_events(api: Api, stack: Stack, runtime: str) -> None:
     """Pauses, a policy, a replaced gateway, the end of the entrypoint and the removal, across a death of `serve`."""
     rule = NetworkRule(action="allow", target=API)
@@ -188,7 +188,7 @@ def test_the_life_of_a_sandbox_is_told_by_its_events(api: Api, stack: Stack, run
     assert ended(api.logs(sandbox.id).content)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_asynchronous_sdk_reads_the_same(api: Api, stack: Stack, runtime: str) -> None:
     sandbox = printing(stack, runtime)
 
@@ -212,7 +212,7 @@ def test_the_asynchronous_sdk_reads_the_same(api: Api, stack: Stack, runtime: st
         sandbox.close()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_output_of_a_sandbox_that_was_cut_off_is_kept(api: Api, stack: Stack, runtime: str) -> None:
     """Its container is removed at once. Its output is read before."""
     sandbox = printing(stack, runtime)

@@ -11,7 +11,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.engine import disk
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -91,7 +91,7 @@ def behind_loops() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_full_disk_is_an_error_inside_and_nothing_outside(stack: Stack, small: SandboxSync) -> None:
     neighbour = stack.create("runc", resource={"memory": "256Mi", "disk": "128Mi"})
     try:
@@ -106,7 +106,7 @@ def test_a_full_disk_is_an_error_inside_and_nothing_outside(stack: Stack, small:
         neighbour.close()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_what_is_deleted_can_be_written_again(small: SandboxSync) -> None:
     for _ in range(3):
         number, written = map(int, printed(small, f"python3 -c '{FILL}'").split())
@@ -119,7 +119,7 @@ def test_a_write_through_memory_ends_its_process_not_the_sandbox(small: SandboxS
     assert "alive" == printed(small, "echo alive")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_inodes_run_out_for_the_sandbox_alone(stack: Stack, small: SandboxSync, runtime: str) -> None:
     """On runc the bytes are on its disk. On runsc files are in its own kernel's memory, whose limit applies."""
     before = inodes(stack)

@@ -18,7 +18,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from runtimes.engine.disk import Disks, mount_points
 from runtimes.process.cgroups import container_group, controller_mounts
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import beside
 
 pytestmark = [pytest.mark.system, pytest.mark.images]  # one lane: limits in the root group are the whole host's
@@ -132,7 +132,7 @@ def test_processes_wait_for_their_disk(slow: Stack) -> None:
         assert slow_seconds > SIZE / RATE / 2
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_page_cache_is_written_at_the_rate_too(slow: Stack, runtime: str) -> None:
     """What no process waits for. The control group of cgroup v1 alone does not bound it."""
     with sandbox_of(slow, runtime) as sandbox:

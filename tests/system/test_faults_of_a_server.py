@@ -26,7 +26,7 @@ import wire
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.census import Census, command_lines, take
 from testbed.stack import EMPTY_IMAGE, Stack, StackError
-from tests.conftest import ONE_RUNTIME, representatives
+from tests.conftest import ON_RUNSC, representatives
 from tests.image_files import ImageFile, entry, tar
 from tests.stacks import DISK, beside
 from wire.api import hostd
@@ -232,7 +232,7 @@ async def _in_parallel(cases: list[Callable[[], Any]]) -> None:
     await asyncio.gather(*(one(case) for case in cases))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 @pytest.mark.parametrize("mode", ["refused", pytest.param("unanswered", marks=pytest.mark.extended)])
 async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty: Faulty, runtime: str) -> None:
     """In hostd. The caller gets an error, or has a complete sandbox. The next launch succeeds."""
@@ -262,7 +262,7 @@ async def test_a_launch_that_fails_at_any_step_leaves_nothing(mode: str, faulty:
     assert [] == faulty.wrong(before)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 @pytest.mark.parametrize("mode", [pytest.param("refused", marks=pytest.mark.extended), "unanswered"])
 async def test_a_removal_that_fails_at_any_step_is_finished(mode: str, faulty: Faulty, runtime: str) -> None:
     before = take(faulty)
@@ -336,7 +336,7 @@ async def test_a_host_daemon_killed_in_a_launch_leaves_nothing_of_it(mode: str, 
         await deleted(http, kept)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 @pytest.mark.parametrize("mode", representatives(("refused", "unanswered", "killed-before", "killed-after"), "refused"))
 async def test_a_pause_and_a_resume_are_whole_after_a_fault_at_any_step(
     mode: str, faulty: Faulty, runtime: str
@@ -687,7 +687,7 @@ async def test_twenty_changes_at_once_are_all_there(faulty: Faulty) -> None:
     assert [] == faulty.wrong(before)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 @pytest.mark.parametrize("end", ["restart", "kill", "exit"])
 async def test_a_container_that_ends_does_not_come_back(end: str, faulty: Faulty, runtime: str) -> None:
     """`docker restart`, its first process killed, or ended by itself: reported as ended, not started again."""

@@ -32,7 +32,7 @@ from runtimes.net import netns
 from runtimes.net.plan import PLAN
 from testbed.internet import ADDRESSES, STATUS
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 from tests.system.fence_judge import Turn, within_bounds
 from wire.api.hostd import Inspect
 
@@ -388,7 +388,7 @@ def checksum(data: bytes) -> bytes:
     return struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF)
 
 
-@pytest.fixture(scope="module", name="pair", params=ONE_RUNTIME)
+@pytest.fixture(scope="module", name="pair", params=ON_RUNSC)
 def _pair(request: pytest.FixtureRequest, stack: Stack) -> Iterator[Pair]:
     """The hog and its neighbour."""
     made: list[SandboxSync] = []

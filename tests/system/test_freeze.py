@@ -18,7 +18,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.census import daemons
 from testbed.internet import API, STATUS, Internet, received_field
 from testbed.stack import IMAGE, Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import VAULTD, removed
 from tests.system.test_create_and_delete import until
 from tests.system.test_snapshots import closing_manager, ready, restore
@@ -63,7 +63,7 @@ def arrived(internet: Internet, mark: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 @pytest.mark.parametrize("action", ["freeze", "revoke_all"])
 async def test_live_flows_with_a_secret_end_within_a_second_and_others_go_on(
     stack: Stack, internet: Internet, vault: AdminClient, runtime: str, action: str

@@ -20,7 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.internet import REGISTRY
 from testbed.stack import EMPTY_IMAGE, StackError
-from tests.conftest import ONE_RUNTIME, representatives
+from tests.conftest import ON_RUNC, representatives
 from tests.image_files import ImageFile, entry, tar, tar_of, write
 from tests.images import Place, fetching, small
 
@@ -172,7 +172,7 @@ def test_the_names_of_the_sdk_s_documents_work_after_an_alias(place: Place) -> N
         place.image("remove", "own/image:1")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_removed_image_starts_no_sandbox_and_those_that_run_continue(place: Place, runtime: str) -> None:
     image = small()
     image.changes = {"author": runtime}

@@ -21,7 +21,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from gateway.dns.server import STAND_IN
 from testbed.internet import SILENT_ADDRESS, Internet, ip, received_field
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import beside
 from tests.system import ipv6
 from wire.api.hostd import Doctor
@@ -196,7 +196,7 @@ def six(some_runtimes: tuple[str, ...]) -> Iterator[World]:
         yield made
 
 
-one_runtime = pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+one_runtime = pytest.mark.parametrize("runtime", ON_RUNC)
 
 
 @one_runtime

@@ -27,7 +27,7 @@ from runtimes.process.cgroups import Cgroups, Processor
 from runtimes.process.freezer import Freeze, Freezer
 from testbed.internet import ADDRESSES, API, SPLICED, STATUS, UP_ADDRESS, Internet, received_field
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC, ON_RUNSC
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -204,7 +204,7 @@ def used(container: str) -> Use:
     return Use(Processor(Cgroups("/run/none")).seconds(container), processes)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_paused_sandbox_neither_computes_nor_sends(api: Api, runtime: str, stack: Stack) -> None:
     """It computes, asks, resolves and uploads until then. After the answer not one byte leaves."""
     internet = stack.internet
@@ -260,7 +260,7 @@ for number in range(100000):
 """
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_what_is_changed_during_a_pause_binds_the_first_request(api: Api, runtime: str, stack: Stack) -> None:
     """A host that is taken away gets no request after the resume, and a revoked credential is in none."""
     internet, value = stack.internet, f"paused-{secrets.token_hex(16)}"
@@ -303,7 +303,7 @@ def asked(internet: Internet, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["delete", "expiry"])
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_paused_sandbox_ends_without_a_trace(end: str, api: Api, runtime: str, stack: Stack) -> None:
     """Its processes are killed while they are frozen, so no request is sent once more."""
     internet = stack.internet
@@ -322,7 +322,7 @@ def test_a_paused_sandbox_ends_without_a_trace(end: str, api: Api, runtime: str,
         assert sent == len(polls(internet, made.id))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_command_that_runs_rests(api: Api, runtime: str, stack: Stack) -> None:
     """Its stream was open before the pause, and continues after it."""
     with sandbox(stack, runtime) as made:
@@ -369,7 +369,7 @@ def test_processes_survive_many_pauses(api: Api, runtime: str, stack: Stack) -> 
         assert "0" == words[1]
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_pause_by_dockers_own_command_is_a_pause(api: Api, runtime: str, stack: Stack) -> None:
     """Another program pauses the container with Docker. The sandbox is paused completely, and can be resumed."""
     with busy(stack, runtime) as made:
@@ -395,7 +395,7 @@ def _has(stack: Stack, name: str, kind: str) -> bool:
     return any(item["kind"] == kind and item.get("sandbox") == name for item in stack.audit_records())
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_log_shows_what_left_before_and_after_a_pause(api: Api, runtime: str, stack: Stack) -> None:
     """Between the worker's records of a pause and of the resume no record allows anything."""
     with busy(stack, runtime) as made:

@@ -18,7 +18,7 @@ from demo.sandboxes import Secrets
 from testbed.census import daemons
 from testbed.internet import API, GIT, INDEX, STATUS, Internet, received_field
 from testbed.stack import Stack, StackError
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import removed
 from tests.system.test_create_and_delete import until
 from tests.system.test_pools import Api, claimed, ended
@@ -103,7 +103,7 @@ def denials(stack: Stack, sandbox: SandboxSync) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_client_that_needs_a_credential_works_with_its_placeholder(
     internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str, client: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_client_that_needs_a_credential_works_with_its_placeholder(
     assert "-rw-------" in found
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_placeholder_is_replaced_at_each_bound_place(
     internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_placeholder_elsewhere_is_refused_and_recorded(
     assert 1 == len(notes(internet, host, mark))
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_body_with_a_placeholder_is_cut(
     stack: Stack, internet: Internet, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_body_with_a_placeholder_is_cut(
     assert not any(text in str(note) for note in internet.notes())
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_name_with_a_placeholder_is_not_resolved(
     stack: Stack, internet: Internet, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_name_with_a_placeholder_is_not_resolved(
     assert not any(text in str(note) for note in internet.notes())
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_placeholder_of_another_sandbox_is_a_text(
     internet: Internet, values: Secrets, stack: Stack, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -249,7 +249,7 @@ def works(internet: Internet, values: Secrets, sandbox: SandboxSync) -> bool:
     return [f"Bearer {values.api}"] == [received_field(note, "authorization") for note in found]
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_restored_sandbox_has_its_own_placeholder(
     stack: Stack, internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_restored_sandbox_has_its_own_placeholder(
         manager.delete_snapshot(snapshot)
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_claimed_sandbox_has_its_own_placeholder(
     stack: Stack, internet: Internet, values: Secrets, tools: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_claimed_sandbox_has_its_own_placeholder(
         api.client.close()
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_first_program_has_the_placeholders(stack: Stack, runtime: str) -> None:
     """Entrypoint and hooks too. Docker's description of the container has none."""
     entrypoint = ["sh", "-c", "{ printf %s $API_TOKEN; cat ~/.netrc; } >/tmp/first; exec tail -f /dev/null"]
@@ -306,7 +306,7 @@ def replaced(stack: Stack, sandbox: str, worker: int) -> bool:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_new_worker_and_a_new_hostd_know_the_placeholders(
     stack: Stack, internet: Internet, values: Secrets, runtime: str
 ) -> None:

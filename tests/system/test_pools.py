@@ -23,7 +23,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.census import daemons, take
 from testbed.internet import API, STATUS
 from testbed.stack import IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 from tests.images import small
 from tests.system.test_create_and_delete import settled, until
 
@@ -94,7 +94,7 @@ def ended(sandbox: SandboxSync) -> None:
     sandbox.close()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_claimed_sandbox_has_all_of_its_call(stack: Stack, api: Api, runtime: str) -> None:
     """Variables, entrypoint, metadata and policy. The policy is in force when the entrypoint begins."""
     api.make(runtime, 1)
@@ -115,7 +115,7 @@ def test_a_claimed_sandbox_has_all_of_its_call(stack: Stack, api: Api, runtime: 
         ended(made)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_the_output_of_a_claimed_sandbox_is_complete_and_shows_no_value_of_its_call(
     stack: Stack, api: Api, runtime: str
 ) -> None:
@@ -152,7 +152,7 @@ def logs(stack: Stack, sandbox: str) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_member_of_a_replaced_image_is_given_to_no_claim(
     stack: Stack, api: Api, runtime: str, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_member_of_a_replaced_image_is_given_to_no_claim(
     assert until(lambda: others == known(stack))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) -> None:
     """A member has execd and nothing else. A claimed one has its entrypoint too: the control."""
     others = known(stack)
@@ -208,7 +208,7 @@ def test_no_program_runs_before_a_claim(stack: Stack, api: Api, runtime: str) ->
         ended(made)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_an_entrypoint_that_fails_is_the_answer_of_the_claim(stack: Stack, api: Api, runtime: str) -> None:
     """Nothing of the member is left, and the pool makes another one."""
     api.make(runtime, 1, most=1)
@@ -218,7 +218,7 @@ def test_an_entrypoint_that_fails_is_the_answer_of_the_claim(stack: Stack, api: 
     api.full(1)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_burst_of_claims_gets_each_member_once(stack: Stack, api: Api, runtime: str) -> None:
     """The others are refused with 429. No two sandboxes share a machine id or a token."""
     api.make(runtime, 3, most=3)
@@ -250,7 +250,7 @@ def test_a_dead_serve_keeps_its_pools(stack: Stack, api: Api) -> None:
         ended(made)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_claim_takes_less_time_than_a_launch(stack: Stack, api: Api, runtime: str) -> None:
     """Medians of three in one run."""
 

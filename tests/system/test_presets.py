@@ -26,7 +26,7 @@ from testbed.internet import Internet
 from testbed.packages import NAME, VERSION, index_pages
 from testbed.stack import Stack
 from testbed.stand_ins import Server, served
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -227,7 +227,7 @@ def done(sandbox: SandboxSync, command: str) -> str:
     return printed
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_each_client_works_under_its_preset(sandbox: SandboxSync, services: Services) -> None:
     """pip, npm, git, curl and apt with their own default addresses. Only GitHub receives the token."""
     done(sandbox, f"pip install -q --disable-pip-version-check --target /tmp/site {NAME}=={VERSION}")
@@ -262,7 +262,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_what_a_preset_does_not_allow_does_not_arrive(sandbox: SandboxSync, services: Services) -> None:
     """The control arrives."""
     done(sandbox, "curl -sS -o /dev/null https://pypi.org/simple/x/")

@@ -30,7 +30,7 @@ from runtimes.net import netns
 from runtimes.net.slot_pool import AHEAD
 from runtimes.process.cgroups import Cgroups
 from testbed.traces import alive, cookie_of
-from tests.conftest import ONE_RUNTIME, representatives
+from tests.conftest import ON_RUNC, representatives
 from tests.runtimes.standin import digest
 from tests.runtimes.test_spec import MEMORY, UIDS
 from tests.stacks import scratch
@@ -432,7 +432,7 @@ def test_a_container_without_a_plan_does_not_start(engine: Engine, runtime: str)
         engine.api.remove_container(made["Id"], force=True)
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 def test_a_killed_worker_is_replaced_with_the_same_configuration(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     second = {"note": "second"}
     assert PolicyInForce(digest(second)) == hostd.configure(sandbox, second)
@@ -458,7 +458,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
     assert Removed(()) == hostd.ask(Remove(sandbox))
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 @pytest.mark.parametrize("stopped", representatives(("auditd", "vaultd", "compiler"), "auditd"))
 def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped: str) -> None:
     """A stopped daemon never ends itself. Its sandbox's worker stays alive, and gets a channel to the next daemon."""
@@ -475,7 +475,7 @@ def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped
     assert worker == hostd.state(sandbox).worker_pid
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 def test_a_refused_configuration_changes_nothing(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     with pytest.raises(wire.RemoteError, match="gateway: told to refuse"):
         hostd.configure(sandbox, {"refuse": True})
@@ -503,7 +503,7 @@ def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_
         assert Removed(()) == hostd.ask(Remove(sandbox))
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     """The former configuration has ended. The sandbox is closed until a worker accepts a configuration."""
     worker = hostd.state(sandbox).worker_pid
@@ -520,7 +520,7 @@ def test_a_worker_that_refuses_a_decided_configuration_is_ended(hostd: Hostd, en
     assert engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5)).endswith("third")
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 @pytest.mark.parametrize(("killed", "expected"), [("auditd", "audit, vault"), ("vaultd", "vault")])
 def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     hostd: Hostd, engine: Engine, sandbox: str, killed: str, expected: str
@@ -537,7 +537,7 @@ def test_a_worker_lives_on_with_a_new_channel_when_a_daemon_died(
     assert (before.worker_pid, before.generation) == (after.worker_pid, after.generation)
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 @pytest.mark.parametrize("name", ["auditd", pytest.param("vaultd", marks=pytest.mark.extended)])
 def test_a_worker_outlives_a_daemon_that_dies_again_and_again(
     hostd: Hostd, engine: Engine, sandbox: str, name: str
@@ -571,7 +571,7 @@ def _wait_for_channel(engine: Engine, sandbox: str, channel: str) -> None:
         said = engine.python(sandbox, _DIAL.format(address="1.2.3.4", port=5))
 
 
-@pytest.mark.parametrize("sandbox", ONE_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sandbox", ON_RUNC, indirect=True)
 def test_a_worker_that_takes_no_new_channel_is_born_again(hostd: Hostd, engine: Engine, sandbox: str) -> None:
     deaf = {"deaf": True, "note": "first"}
     assert PolicyInForce(digest(deaf)) == hostd.configure(sandbox, deaf)

@@ -24,7 +24,7 @@ from opensandbox.sync.manager import SandboxManagerSync
 
 from testbed.census import take
 from testbed.stack import EMPTY_IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system.test_create_and_delete import settled, until
 
 pytestmark = pytest.mark.system
@@ -58,7 +58,7 @@ def listed(stack: Stack) -> int:
         manager.close()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_pool_fills_up_at_once_hands_out_and_leaves_nothing(stack: Stack, runtime: str) -> None:
     """Its target is reached and not exceeded. A sandbox that is handed out lives for the requested time."""
     before = take(stack)

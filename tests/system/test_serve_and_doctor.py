@@ -28,7 +28,7 @@ from runtimes.process.cgroups import Cgroups
 from runtimes.spec import DockerdConfig
 from testbed.stack import free_port
 from tests.anyone import as_anyone
-from tests.conftest import ONE_RUNTIME, representatives
+from tests.conftest import ON_RUNSC, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -289,7 +289,7 @@ def test_with_an_nft_that_fails_nothing_is_started(machine: Machine) -> None:
     assert {"nft", "slot", "guard"} == set(machine.doctor()[1])
 
 
-@pytest.mark.parametrize("program", ONE_RUNTIME)
+@pytest.mark.parametrize("program", ON_RUNSC)
 def test_an_allowed_runtime_must_run(machine: Machine, program: str) -> None:
     """Missing or failing. A runtime that is not allowed can have any fault."""
     machine.top[program] = "/nonexistent/program"

@@ -26,7 +26,7 @@ from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
 from testbed.stand_ins import served
 from testbed.storage import BUCKET, Storage
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system import services as stand_ins
 from tests.system.services import CONFIG, REPLY, REPOSITORY, WEIGHTS, Services
 
@@ -319,7 +319,7 @@ def signed(keys: tuple[str, str], host: str, body: bytes) -> dict[str, str]:
     return dict(request.headers)
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_what_a_preset_does_not_allow_does_not_arrive(
     internet: Internet, services: Services, callers: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -344,7 +344,7 @@ def test_what_a_preset_does_not_allow_does_not_arrive(
         assert (200, 400) == tuple(asked_directly(internet, host, "POST", "/", one, body) for one in (right, wrong))
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_storage_of_the_hub_gets_no_token(
     services: Services, callers: dict[str, SandboxSync], runtime: str
 ) -> None:
@@ -357,7 +357,7 @@ def test_the_storage_of_the_hub_gets_no_token(
     assert "200" == done(callers[runtime], ask)
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_policy_without_the_presets_reaches_none_of_the_services(
     stack: Stack, services: Services, runtime: str
 ) -> None:

@@ -19,7 +19,7 @@ from testbed.internet import STATUS, STORAGE, Internet
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
 from testbed.storage import BUCKET, REGION, Storage
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.gateway.signing.aws_server import Keys, verify
 from tests.system import boto
 
@@ -137,7 +137,7 @@ def results(sandbox: SandboxSync, *steps: str, keys: str = "") -> dict[str, Any]
     return dict(map(json.loads, lines))
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_boto3_with_placeholder_keys_uses_an_object_store(stack: Stack, storage: Storage, runtime: str) -> None:
     """Whole objects, parts of objects, presigned URLs, and uploads in signed chunks. No key comes into the sandbox."""
     with stack.create(runtime, policy="signing") as sandbox:
@@ -180,7 +180,7 @@ def test_the_object_store_refuses_a_signature_of_another_key(stack: Stack, stora
     assert before == (storage.stored("reports/a b-\u00e9.txt"), storage.stored("chunks"))
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_other_services_get_a_signature_over_the_body(
     stack: Stack, internet: Internet, keys: tuple[Keys, str], runtime: str
 ) -> None:
@@ -197,7 +197,7 @@ def test_other_services_get_a_signature_over_the_body(
     assert "x-amz-target" in found.signed
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_webhook_gets_a_keyed_hash(stack: Stack, internet: Internet, keys: tuple[Keys, str], runtime: str) -> None:
     """The hash covers time, target and body, and replaces what the client sent."""
     mark = secrets.token_hex(8)

@@ -20,7 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.internet import API, Internet
 from testbed.stack import Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 from tests.stacks import removed
 from tests.system.snapshot_content import DESCRIBE, MAKE
 from tests.system.test_pause import until
@@ -127,7 +127,7 @@ def test_a_restored_sandbox_has_exactly_the_files_of_its_source(stack: Stack, so
         manager.delete_snapshot(snapshot.id)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_snapshot_of_a_restored_sandbox_has_the_files_of_both(stack: Stack, runtime: str) -> None:
     """What the first one wrote, what the second one wrote, and not what the second one removed."""
     with closing_manager(stack) as manager, removed(stack.create(runtime, policy=None)) as first:
@@ -143,7 +143,7 @@ def test_a_snapshot_of_a_restored_sandbox_has_the_files_of_both(stack: Stack, ru
     assert "three\n3\n2\n4\nls: cannot access '/etc/issue': No such file or directory" == (shown or "").strip()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_the_source_keeps_its_processes_and_connections(stack: Stack, runtime: str) -> None:
     """A program that counts goes on, and the output of a command that began before arrives to its end."""
     counting = "import time\nfor n in range(10**9): print(n, flush=True); time.sleep(0.01)"
@@ -160,7 +160,7 @@ def test_the_source_keeps_its_processes_and_connections(stack: Stack, runtime: s
     assert after > before
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_restores_at_once_differ_in_everything_that_identifies_a_sandbox(stack: Stack, runtime: str) -> None:
     """Id, CA, token, machine id and host name. Each has the files; each reaches nothing without a policy."""
     with closing_manager(stack) as manager, removed(stack.create(runtime, policy=None)) as source:
@@ -189,7 +189,7 @@ def test_restores_at_once_differ_in_everything_that_identifies_a_sandbox(stack: 
     assert "200" not in (reached.text or "")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_restore_has_the_policy_of_its_own_call(stack: Stack, runtime: str, internet: Internet) -> None:
     """The source's policy does not come with its files: the control with the policy is answered."""
     with closing_manager(stack) as manager, removed(stack.create(runtime)) as source:
@@ -205,7 +205,7 @@ def test_a_restore_has_the_policy_of_its_own_call(stack: Stack, runtime: str, in
     assert "200" not in (without or "")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_removal_of_the_source_ends_its_snapshot(stack: Stack, runtime: str) -> None:
     """The snapshot is failed and nothing of it is left; the removal does not wait for it."""
     with closing_manager(stack) as manager, removed(stack.create(runtime, policy=None)) as sandbox:

@@ -13,7 +13,7 @@ from opensandbox.models.sandboxes import LifecycleHook, PeriodicLifecycleHook, S
 from lifecycle.sandboxes import starting
 from testbed.census import take
 from testbed.stack import EMPTY_IMAGE, IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 from tests.system.test_create_and_delete import settled, until
 
 pytestmark = pytest.mark.system
@@ -49,7 +49,7 @@ def _warm(stack: Stack) -> None:
     ],
     ids=["missing", "empty-image", "not-executable", "schedule"],
 )
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_start_that_fails_is_the_answer_of_the_create_call(
     stack: Stack, runtime: str, options: dict[str, Any], code: int, said: str
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_start_that_fails_is_the_answer_of_the_create_call(
     assert {} == settled(stack, before)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_hooks_run_before_the_entrypoint_and_beside_it(stack: Stack, runtime: str) -> None:
     """The create call does not wait for the first one. The entrypoint does."""
     tick = PeriodicLifecycleHook(name="t", schedule="@every 1s", command=_shell("echo tick >>/tmp/log").command)
@@ -82,7 +82,7 @@ def test_hooks_run_before_the_entrypoint_and_beside_it(stack: Stack, runtime: st
         made.close()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_hook_that_fails_ends_the_sandbox(stack: Stack, runtime: str) -> None:
     hooks = SandboxLifecycle(preStart=_shell(f"sleep {starting.SECONDS / 2}; exit 4"))
     made = stack.create(runtime, lifecycle=hooks, entrypoint=["touch", "/tmp/never"])

@@ -26,7 +26,7 @@ from testbed import h2_client
 from testbed.internet import ADDRESSES, API, STATUS, Internet, received_field
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system.test_create_and_delete import until
 
 pytestmark = pytest.mark.system
@@ -66,7 +66,7 @@ class Placed:
         ]
 
 
-@pytest.fixture(scope="module", params=GATEWAY_RUNTIME, name="placed")
+@pytest.fixture(scope="module", params=ON_RUNC, name="placed")
 def _placed(request: pytest.FixtureRequest, stack: Stack, internet: Internet) -> Iterator[Placed]:
     value = f"placed+{secrets.token_hex(20)}=end"
     stack.sallyport("vault", "put", "placed-token", "--host", API, stdin=value)

@@ -27,7 +27,7 @@ from runtimes.engine.containers import CA_VARIABLES, JAVA_STORE
 from runtimes.engine.java_store import java_store
 from testbed.internet import API, GIT, INDEX, Internet, received_field
 from testbed.stack import CODE_ENTRYPOINT, IMAGE, Stack
-from tests.conftest import GATEWAY_RUNTIME, representatives
+from tests.conftest import ON_RUNC, representatives
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
 
@@ -173,7 +173,7 @@ def made(stack: Stack, internet: Internet, values: Secrets, runtime: str, **opti
         sandbox.close()
 
 
-@pytest.fixture(scope="module", params=GATEWAY_RUNTIME, name="base")
+@pytest.fixture(scope="module", params=ON_RUNC, name="base")
 def _base(request: pytest.FixtureRequest, stack: Stack, internet: Internet, values: Secrets) -> Iterator[Place]:
     with made(stack, internet, values, request.param, image=IMAGE) as place:
         place._sandbox.files.write_file("/tmp/httpx.tar", _httpx())
@@ -236,7 +236,7 @@ def test_go_trusts_its_gateway_in_an_image_without_certificates(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_java_of_a_users_image_trusts_its_gateway(
     runtime: str, stack: Stack, internet: Internet, values: Secrets, images: None
 ) -> None:

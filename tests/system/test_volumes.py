@@ -24,7 +24,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.census import daemons, take
 from testbed.stack import Stack, StackError
-from tests.conftest import ONE_RUNTIME, representatives
+from tests.conftest import ON_RUNC, ON_RUNSC, representatives
 from tests.stacks import DISK, beside
 
 pytestmark = [pytest.mark.system, pytest.mark.images]
@@ -129,7 +129,7 @@ def mounts(stack: Stack) -> list[str]:
     return [line.split()[4] for line in lines if f" {stack.run}/volumes/" in line]
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_path_of_the_host_is_read_and_written(stack: WithVolumes, runtime: str, data: Path) -> None:
     """A user inside has the same number on the host. A file is mounted as a file."""
     (data / "given").write_text("from the host\n")
@@ -189,7 +189,7 @@ def test_devices_and_set_user_id_bits_have_no_effect(stack: WithVolumes, runtime
     assert not (data / "made").exists()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_sub_path_shows_its_subtree_only(stack: WithVolumes, runtime: str, data: Path) -> None:
     (data / "a" / "b").mkdir(parents=True)
     (data / "secret").write_text("canary\n")
@@ -205,7 +205,7 @@ def test_a_sub_path_shows_its_subtree_only(stack: WithVolumes, runtime: str, dat
         assert (400, "VOLUME::INVALID_SUB_PATH") == refused(stack, runtime, host(data, sub_path=sub_path))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_volume_below_another_is_seen_in_it_in_any_order(stack: WithVolumes, runtime: str, data: Path) -> None:
     (data / "inner").mkdir()
     (data / "inner" / "hidden").touch()
@@ -217,7 +217,7 @@ def test_a_volume_below_another_is_seen_in_it_in_any_order(stack: WithVolumes, r
     assert ["hidden"] == os.listdir(data / "inner")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_what_the_operator_does_not_allow_is_refused(stack: WithVolumes, runtime: str, data: Path) -> None:
     (data / "out").symlink_to("/etc")
     wrong = ("/etc", "/", str(stack.run), str(stack.state), str(stack.directory), "/proc", f"{data}/out", "/var/run")
@@ -232,7 +232,7 @@ def test_what_the_operator_does_not_allow_is_refused(stack: WithVolumes, runtime
     assert () == stack.sandboxes()
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_named_volume_outlives_its_sandbox(stack: WithVolumes, runtime: str) -> None:
     """The next sandbox, on the other runtime, has its files, with the same users."""
     name = f"kept-{runtime}"
@@ -261,7 +261,7 @@ def test_a_named_volume_outlives_its_sandbox(stack: WithVolumes, runtime: str) -
     assert (400, "VOLUME::PVC_NOT_FOUND") == refused(stack, runtime, missing)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_full_volume_is_full_inside_and_nothing_else_changes(stack: WithVolumes, runtime: str) -> None:
     fill = "dd if=/dev/zero of=/mnt/named/fill bs=1M"
     with made(stack, runtime, temporary("full", storage="96Mi")) as sandbox:
@@ -279,7 +279,7 @@ def test_a_full_volume_is_full_inside_and_nothing_else_changes(stack: WithVolume
     assert (400, "SANDBOX::INVALID_PARAMETER") == refused(stack, runtime, pvc("big", storage="1Gi"))
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_sandboxes_share_a_volume_that_both_name_while_they_run(stack: WithVolumes, runtime: str, data: Path) -> None:
     """Also across runtimes, with the host, and through a sub-path. A third sandbox sees nothing of it."""
     volume = temporary("shared")
@@ -307,7 +307,7 @@ def test_sandboxes_share_a_volume_that_both_name_while_they_run(stack: WithVolum
     assert [] == volumes(stack)
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_volume_of_the_call_ends_with_its_sandbox_in_each_way(stack: WithVolumes, runtime: str) -> None:
     """By DELETE, by expiry, by a failed entrypoint, and by a refusal of the second volume. Others stay."""
     with made(stack, runtime, pvc("kept", "/mnt/kept"), temporary("own")):
@@ -329,7 +329,7 @@ def test_a_volume_of_the_call_ends_with_its_sandbox_in_each_way(stack: WithVolum
     stack.sallyport("volume", "remove", "kept")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_a_pause_keeps_a_volume_and_its_open_files(stack: WithVolumes, runtime: str) -> None:
     loop = "while :; do date +%s.%N >>/mnt/named/ticks; sleep 0.05; done"
     with made(stack, runtime, temporary("paused")) as sandbox:
@@ -375,7 +375,7 @@ while True:
     assert outcomes <= {frozenset({"mark"}), frozenset()}, "it saw something else than the directory"
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 @pytest.mark.parametrize("victim", representatives(("runtimes.hostd", "lifecycle.serve"), "runtimes.hostd"))
 def test_a_death_keeps_the_volumes_of_sandboxes_that_run(stack: WithVolumes, runtime: str, victim: str) -> None:
     """After their end everything ends with them, as if there had been no death."""
@@ -399,7 +399,7 @@ def works(sandbox: SandboxSync) -> bool:
         return False
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_restart_of_the_server_keeps_named_volumes_only(stack: WithVolumes, runtime: str) -> None:
     """The end of the server removes its sandboxes. The next server mounts the volume again."""
     sandbox = stack.create(runtime, policy=None, volumes=[pvc("kept"), temporary("own", "/o")])
@@ -414,7 +414,7 @@ def test_a_restart_of_the_server_keeps_named_volumes_only(stack: WithVolumes, ru
     stack.sallyport("volume", "remove", "kept")
 
 
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_nothing_is_left_of_volumes(stack: WithVolumes, runtime: str, data: Path) -> None:
     """The census of the host is the same before and after, and no trace of the sandbox is left."""
     with made(stack, runtime):  # Docker makes some mounts of its own for the first one

@@ -27,7 +27,7 @@ from runtimes.net import netns
 from testbed.census import Census, command_lines, daemons, take
 from testbed.internet import ADDRESSES, ATTACKER, STATUS, Internet
 from testbed.stack import EMPTY_IMAGE, Stack
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNSC
 from tests.stacks import beside, put_secrets
 from wire.api.hostd import Inspect
 
@@ -188,7 +188,7 @@ def delete(stack: Stack, *names: str) -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("runtime", ONE_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNSC)
 def test_each_change_around_a_sandbox_is_an_alarm_and_cuts_it_off(
     runtime: str, stack: Stack, internet: Internet
 ) -> None:

@@ -20,7 +20,7 @@ from opensandbox.sync.sandbox import SandboxSync
 from testbed.internet import Internet
 from testbed.leaks import forms_of, leaks_in
 from testbed.stack import Stack
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system.test_create_and_delete import until
 from tests.system.test_substitutions import packed
 from tests.websocket_server import HOST, EchoServer, echo_server
@@ -97,7 +97,7 @@ def _sockets(request: pytest.FixtureRequest, stack: Stack, server: EchoServer) -
             stack.sallyport("vault", "delete", name)
 
 
-@pytest.mark.parametrize("sockets", GATEWAY_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sockets", ON_RUNC, indirect=True)
 def test_a_handshake_gets_its_secrets_and_neither_head_nor_message_shows_them(sockets: Sockets) -> None:
     """A header and a query parameter. What the client sends is relayed, and its echo is what it sent."""
     mark = secrets.token_hex(8)
@@ -125,7 +125,7 @@ def test_a_handshake_gets_its_secrets_and_neither_head_nor_message_shows_them(so
     assert any(one["kind"] == "request" and one.get("websocket") for one in records)
 
 
-@pytest.mark.parametrize("sockets", GATEWAY_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sockets", ON_RUNC, indirect=True)
 def test_a_handshake_that_no_rule_allows_does_not_arrive(sockets: Sockets) -> None:
     mark = secrets.token_hex(8)
     shown = sockets.talk(f"/other/{mark}", "hello")
@@ -135,7 +135,7 @@ def test_a_handshake_that_no_rule_allows_does_not_arrive(sockets: Sockets) -> No
     assert [] == sockets.server.of(mark)
 
 
-@pytest.mark.parametrize("sockets", GATEWAY_RUNTIME, indirect=True)
+@pytest.mark.parametrize("sockets", ON_RUNC, indirect=True)
 def test_a_rotation_of_its_secret_ends_a_websocket(sockets: Sockets) -> None:
     mark, shown = secrets.token_hex(8), list[dict[str, Any]]()
     talking = threading.Thread(target=lambda: shown.append(sockets.talk(f"/live/{mark}")))

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from demo.sandboxes import Secrets
-from tests.conftest import ONE_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.security.compromise.stack import CompromisedStack
 from tests.stacks import beside, put_secrets
 
 
-@pytest.fixture(params=ONE_RUNTIME, name="runtime")
+@pytest.fixture(params=ON_RUNC, name="runtime")
 def _runtime(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -19,7 +19,7 @@ from opensandbox.models.execd import RunCommandOpts
 from testbed.census import daemons
 from testbed.internet import API, STATUS
 from testbed.stack import Stack, StackError
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.stacks import VAULTD
 from tests.system.backends.world import FIRSTS, SOURCES, VARIABLE, Setup, asked, cores_permitted, sandbox_of
 from tests.system.test_create_and_delete import until
@@ -107,7 +107,7 @@ def test_limits_of_references_bound_requests_and_check_knows_them(setup: Setup) 
             assert asked(one, API, f"/v1/quiet/{mark}").endswith("200")
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_revoke_all_cuts_streams_with_secrets_of_backends_and_has_tokens_obtained_again(
     setup: Setup, runtime: str
 ) -> None:
@@ -206,7 +206,7 @@ def test_vault_away_for_a_minute_and_the_death_of_the_fetcher_disturb_no_valid_l
 
 @pytest.mark.timed
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_the_first_request_with_a_secret_of_vault_costs_at_most_30_ms_more_than_a_sealed_one(
     setup: Setup, runtime: str, record_property: Any
 ) -> None:

@@ -14,7 +14,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from testbed.census import daemons
 from testbed.internet import REGISTRY
-from tests.conftest import GATEWAY_RUNTIME
+from tests.conftest import ON_RUNC
 from tests.system.backends.world import LOGIN, Setup, asked, sandbox_of
 from tests.system.test_create_and_delete import until
 
@@ -41,7 +41,7 @@ def tokens(setup: Setup, sandbox: SandboxSync, number: int, seconds: float = 40)
     return list(found)
 
 
-@pytest.mark.parametrize("runtime", GATEWAY_RUNTIME)
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_a_request_gets_the_access_token_of_a_refresh_token_that_its_issuer_replaces(
     setup: Setup, runtime: str
 ) -> None:
