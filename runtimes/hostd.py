@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import wire
 from runtimes.adoption import Leftovers, adopt_or_remove
 from runtimes.alarms import Alarms
+from runtimes.bounds import IMAGE_NAME
 from runtimes.chains import Chains
 from runtimes.checks.doctor import StartRefused, diagnose, refusal, runtimes_known
 from runtimes.checks.watch import Watch
@@ -59,7 +60,7 @@ from runtimes.records import RecordStore
 from runtimes.rings import Rings
 from runtimes.sandboxes import Sandboxes
 from runtimes.snapshotting import Freezing, Snapshotting, runsc_root
-from runtimes.spec import IMAGE_NAME, HostConfig, check_launch
+from runtimes.spec import HostConfig, check_launch
 from runtimes.volumes import Volumes, make_volumes
 from wire import serving
 from wire.api.auditd import Entry, Record

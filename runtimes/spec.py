@@ -4,18 +4,26 @@ Unknown and missing keys, wrong types and out-of-range numbers are refused. Defa
 (`lifecycle/config/keys.py`).
 """
 
-import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from runtimes.bounds import (
+    ENV_NAME,
+    IMAGE_NAME,
+    LEAST_BANDWIDTH,
+    LEAST_MEMORY,
+    MOST_BANDWIDTH,
+    configured_name,
+    image_environment,
+)
 from runtimes.engine import targets
 from runtimes.engine.disk import SMALLEST
 from runtimes.engine.profile import ISOLATED, PROFILES
 from runtimes.engine.user_namespace import RANGE
-from runtimes.images.references import Pattern, Reference
+from runtimes.images.references import Pattern
 from runtimes.net.nft import GuardPlan
 from runtimes.net.plan import NetworkPlan, slot_plan
 from wire.api.hostd import Launch, Runtime
@@ -23,18 +31,7 @@ from wire.endpoints import parse_endpoint
 from wire.gateway_limits import GatewayLimits
 from wire.ids import SANDBOX_ID
 
-IMAGE_NAME = re.compile(r"(?=.{1,256}$)[a-zA-Z0-9](?:[a-zA-Z0-9_:@-]|[./][a-zA-Z0-9_:@-])*")
-"""The image names for which Docker can be asked. A name is part of a path there, so it must not lead elsewhere."""
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,255}")
-_IMAGE_TEXT = re.compile(r"[ !#%-\[\]-~]{0,1024}")  # Docker's ENV takes it unchanged: no quote, dollar or backslash
-
 SandboxId = Annotated[str, Field(pattern=rf"^{SANDBOX_ID.pattern}$")]
-
-
-def _image_name(name: str) -> str:
-    if not IMAGE_NAME.fullmatch(name):
-        raise ValueError("not an image name")
-    return name
 
 
 class _Strict(BaseModel):
@@ -47,8 +44,9 @@ def check_launch(launch: Launch) -> None:
     Raises:
         ValueError: the launch is not possible. The message has no value of the launch.
     """
-    _image_name(launch.image)
-    if any(not _ENV_NAME.fullmatch(name) for name in launch.env):
+    if not IMAGE_NAME.fullmatch(launch.image):
+        raise ValueError("not an image name")
+    if any(not ENV_NAME.fullmatch(name) for name in launch.env):
         raise ValueError("a variable's name is not allowed")
     if launch.disk_bytes is not None and launch.disk_bytes < SMALLEST:
         raise ValueError(f"disk_bytes: at least {SMALLEST}")
@@ -143,30 +141,6 @@ class DockerdConfig(_Strict):
     log: str
 
 
-def image_environment(env: dict[str, str]) -> dict[str, str]:
-    """Check the environment of an image, and return it.
-
-    Raises:
-        ValueError: a name is invalid; or a value is too long, or has `"`, `$`, a backslash or other than printable
-            ASCII.
-    """
-    for name, text in env.items():
-        if not _ENV_NAME.fullmatch(name) or not _IMAGE_TEXT.fullmatch(text):
-            raise ValueError("must have names of variables and plain values in each env")
-    return env
-
-
-def configured_name(name: str) -> str:
-    """Check the name of an image of the settings, and return it.
-
-    Raises:
-        ValueError: it is no name, or has a digest.
-    """
-    if Reference.parse(name).digest is not None:
-        raise ValueError("an image of the settings has no digest in its name")
-    return name
-
-
 class ImageConfig(_Strict):
     """An image that is imported from a root file system tar if it is missing, or if the tar or `env` has changed."""
 
@@ -220,14 +194,6 @@ class ListenConfig(_Strict):
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
-
-
-LEAST_MEMORY: Final = 256 << 20
-
-
-LEAST_BANDWIDTH: Final = 64 * 1024
-MOST_BANDWIDTH: Final = 4_000_000_000
-"""Bytes a second. The kernel's queue has 32 bits for its rate."""
 
 
 class DaemonMemory(_Strict):

@@ -21,8 +21,8 @@ from pydantic.fields import FieldInfo
 from lifecycle.api.credentials import KEY_ID, LEAST_ROUTE_KEY
 from lifecycle.sandboxes import quantities
 from policy.references import BackendKind, backend_of, is_reference
+from runtimes.bounds import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, configured_name, image_environment
 from runtimes.images.references import Pattern, Reference
-from runtimes.spec import LEAST_BANDWIDTH, LEAST_MEMORY, MOST_BANDWIDTH, configured_name, image_environment
 from vault.stores.token_config import TokenKind, TokenSource
 from wire.errors import ConfigError
 from wire.gateway_limits import GatewayLimits, described

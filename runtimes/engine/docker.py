@@ -439,7 +439,7 @@ class Docker:
 
         Return the image's id.
 
-        Preconditions: `env` has passed `spec.image_environment`.
+        Preconditions: `env` has passed `bounds.image_environment`.
         """
         status = await asyncio.to_thread(tar.stat)
         variables = [f'ENV {key}="{value}"' for key, value in env.items()]
