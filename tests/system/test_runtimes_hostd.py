@@ -747,25 +747,28 @@ def _another_namespace(path: Path) -> None:
     netns.create(path, {})
 
 
-@pytest.mark.parametrize(
-    ("rule", "change"),
-    [
-        ("ruleset", lambda path: netns.load_rules(path, "flush ruleset\n")),
-        ("ruleset", lambda path: netns.load_rules(path, "add table inet more\n")),
-        ("setting", lambda path: netns.inside(path, lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))),
-        (
-            "link",
-            lambda path: netns.inside(path, lambda: _ip("link", "add", "a0", "type", "veth", "peer", "name", "a1")),
-        ),
-        ("address", lambda path: netns.inside(path, lambda: _ip("addr", "add", "192.0.2.9/32", "dev", "lo"))),
-        ("namespace", _another_namespace),
-        ("namespace", netns.delete),
-    ],
-    ids=["flushed", "more rules", "forwarding", "link", "address", "replaced", "gone"],
-)
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "flushed": ("ruleset", lambda path: netns.load_rules(path, "flush ruleset\n")),
+    "more rules": ("ruleset", lambda path: netns.load_rules(path, "add table inet more\n")),
+    "forwarding": (
+        "setting",
+        lambda path: netns.inside(path, lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1")),
+    ),
+    "link": (
+        "link",
+        lambda path: netns.inside(path, lambda: _ip("link", "add", "a0", "type", "veth", "peer", "name", "a1")),
+    ),
+    "address": ("address", lambda path: netns.inside(path, lambda: _ip("addr", "add", "192.0.2.9/32", "dev", "lo"))),
+    "replaced": ("namespace", _another_namespace),
+    "gone": ("namespace", netns.delete),
+}
+
+
+@pytest.mark.parametrize("changed", representatives(CHANGES, "flushed", "forwarding", "replaced"))
 def test_a_slot_that_was_changed_while_idle_is_reported_and_never_used(
-    hostd: Hostd, engine: Engine, rule: str, change: Callable[[Path], object]
+    hostd: Hostd, engine: Engine, changed: str
 ) -> None:
+    rule, change = CHANGES[changed]
     ready = hostd.standing()
     said = len(hostd.log.read_text())
     for path in ready.values():

@@ -109,7 +109,7 @@ CLIENTS = {
     "node fetch": Client(f"""node -e 'fetch("{URL}").then(answer => console.log(answer.status))'"""),
     **{name: Client(f'python3 -c "{code}"') for name, code in _PYTHON.items()},
 }
-REPEATED = {"venv", "node https", "httpx"}
+REPEATED = {"venv", "node fetch", "node https", "httpx"}
 """Clients with the library of another one."""
 _OTHER_ANCHORS = dict.fromkeys(CA_VARIABLES, OTHER) | {
     # Git and Go read the directory of the mounted bundle too.

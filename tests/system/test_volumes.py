@@ -349,6 +349,7 @@ def test_a_pause_keeps_a_volume_and_its_open_files(stack: WithVolumes, runtime: 
     assert [] == volumes(stack)
 
 
+@pytest.mark.parametrize("runtime", ON_RUNC)
 def test_an_attacker_inside_cannot_race_a_sub_path(stack: WithVolumes, runtime: str, data: Path) -> None:
     """One sandbox has the whole volume and exchanges a directory and links all the time. Others mount the directory."""
     (data / "x" / "y").mkdir(parents=True)

@@ -42,6 +42,7 @@ from testbed.internet import whole_lines
 from testbed.namespaces import make as make_namespace
 from testbed.namespaces import remove as remove_namespace
 from tests import ring_state
+from tests.conftest import representatives
 from tests.stacks import INTERNET
 from vault import keyring
 from wire import bind_unix, frames
@@ -644,8 +645,17 @@ def test_a_hello_in_single_bytes_has_the_verdict_of_the_whole(gate: Gate) -> Non
             assert first == stream.read(len(first))
 
 
-@pytest.mark.parametrize("first", [b"SSH-2.0-x\r\n", b"\x00\x01\x02\x03", b"*1\r\n$4\r\nPING\r\n", b"\x80\x2e\x01"])
-def test_bytes_of_no_known_protocol_are_reset_without_an_upstream_connection(gate: Gate, first: bytes) -> None:
+UNKNOWN = {
+    "SSH": b"SSH-2.0-x\r\n",
+    "zeros": b"\x00\x01\x02\x03",
+    "Redis": b"*1\r\n$4\r\nPING\r\n",
+    "SSL 2": b"\x80\x2e\x01",
+}
+
+
+@pytest.mark.parametrize("name", representatives(UNKNOWN, "SSH", "zeros", "SSL 2"))
+def test_bytes_of_no_known_protocol_are_reset_without_an_upstream_connection(gate: Gate, name: str) -> None:
+    first = UNKNOWN[name]
     gate.configure(policy("good.example.com"))
     with gate.dial() as client:
         client.sendall(first)

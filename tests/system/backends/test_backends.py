@@ -81,6 +81,7 @@ def test_without_a_value_the_sandbox_the_log_and_the_operator_get_the_reason(set
     assert "Vault is sealed" in stack.sallyport("audit", "tail", "--denied")
 
 
+@pytest.mark.extended
 def test_limits_of_references_bound_requests_and_check_knows_them(setup: Setup) -> None:
     """The command line of the server. `policy check` asks each backend."""
     mark, stack = secrets.token_hex(8), setup.stack
