@@ -117,6 +117,7 @@ class Running:
             self._pool.shutdown(wait=False)
 
 
+@pytest.mark.usefixtures("code_image")
 def test_the_documented_quick_starts_work_as_written(stack: Stack) -> None:
     """The two programs of the package's README. Only the address and the key are inserted.
 
