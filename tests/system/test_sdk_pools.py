@@ -27,7 +27,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from tests.conftest import ON_RUNC
 from tests.system.test_create_and_delete import settled, until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 IDLE = 6
 TAG = {"pool": "client"}

@@ -16,7 +16,7 @@ from testbed.stack import EMPTY_IMAGE, IMAGE, Stack
 from tests.conftest import ON_RUNSC
 from tests.system.test_create_and_delete import settled, until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.images]
 
 IDLE = ["tail", "-f", "/dev/null"]
 

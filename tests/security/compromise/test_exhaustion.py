@@ -24,7 +24,7 @@ from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
 from wire.api.hostd import Configure, Remove, Removed
 from wire.operations import Ping
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.faults]
 
 GROWTH = 48 << 20
 """The number of bytes by which a daemon may grow. Without a limit, one channel made it grow by 6 GB."""
