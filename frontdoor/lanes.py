@@ -80,13 +80,9 @@ def sessions() -> int:
 
 
 def fast_options(*, slow: bool) -> tuple[str, ...]:
-    """Return the options of pytest that select and distribute the tests that need no root, the slow ones if wanted.
-
-    A test that hangs fails, with the stacks of its threads. So none needs a second watch for them, which is a thread.
-    """
+    """Return the options of pytest that select and distribute the tests that need no root, the slow ones if wanted."""
     marks = _FAST if slow else f"{_FAST} and not slow"
-    hangs = (f"--timeout={_HANGS_SECONDS}", "-o", "faulthandler_timeout=0")
-    return ("-m", marks, "-n", str(sessions()), "--dist", "worksteal", *hangs)
+    return ("-m", marks, "-n", str(sessions()), "--dist", "worksteal", f"--timeout={_HANGS_SECONDS}")
 
 
 def split(arguments: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
