@@ -36,9 +36,12 @@ def representatives(cases: Iterable[str], *each_run: str) -> list[Any]:
     """Return parameters of a test that tries `each_run` in each run, and the other cases with --all only.
 
     Raises:
-        ValueError: one of `each_run` is no case, so that a run would not try it.
+        ValueError: one of `each_run` is no case, so that a run would not try it; or there is none: a test that runs
+            with --all only has the marker `extended` itself, where the check of the threat model sees it.
     """
     found = tuple(cases)
+    if not each_run:
+        raise ValueError("no representative: mark the test `extended`")
     if unknown := set(each_run) - set(found):
         raise ValueError(f"no case: {', '.join(sorted(unknown))}")
     return [case if case in each_run else pytest.param(case, marks=pytest.mark.extended) for case in found]

@@ -88,6 +88,8 @@ def test_a_case_that_does_not_exist_represents_nothing() -> None:
     assert ("a", ("b",), ["extended"]) == (kept, other.values, [mark.name for mark in other.marks])
     with pytest.raises(ValueError, match="no case: c"):
         representatives(("a", "b"), "a", "c")
+    with pytest.raises(ValueError, match="no representative"):
+        representatives(("a", "b"))
 
 
 def test_a_fuzz_test_is_named_by_package_and_function() -> None:

@@ -376,7 +376,8 @@ async def _turned(http: httpx.AsyncClient, name: str, op: str) -> None:
     assert {"pause": "Paused", "resume": "Running"}[op] == state
 
 
-@pytest.mark.parametrize("mode", representatives(("killed-before", "killed-after", "unanswered")))
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", ["killed-before", "killed-after", "unanswered"])
 async def test_a_pause_and_a_resume_that_lose_their_control_plane_are_whole(mode: str, faulty: Faulty) -> None:
     before = take(faulty)
     async with faulty.client() as http:
