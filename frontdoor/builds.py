@@ -15,6 +15,9 @@ from frontdoor.steps import say, step
 _GO_VERSION = "1.26.3"
 _RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 _STORAGE_VERSION = "v1.8.0"
+_STRIPPED = "-ldflags=-s -w"
+_BUILT_FAST = ("-gcflags=all=-N -l -dwarf=false", _STRIPPED)
+"""The options of `go` for the servers that only tests use: their compilation takes longer than their work."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,13 @@ def for_tests(places: Places, built: Built, *, every: bool) -> None:
     """Install and build the parts that only tests need, and export them; with `every` those of --all too.
 
     The servers are compiled on all processors, while the images and clients mostly wait for packages. If a build fails,
-    this returns after the end of the other one.
+    this returns after the end of the others.
     """
     packages.install(packages.TEST_PACKAGES)
     root = Path(places.checkout)
     clients = f"{places.cache}/{names.clients(root)}"
-    with ThreadPoolExecutor(1) as beside:
-        servers = beside.submit(lambda: (_vault_server(places, root), _storage(places)))
+    with ThreadPoolExecutor(2) as beside:
+        vault, storage = beside.submit(_vault_server, places, root), beside.submit(_storage, places)
         code_image(places, built)
         os.environ["SALLYPORT_SMALL_IMAGE"] = _image(places, root, "small", "small image (Debian packages)")
         if every:
@@ -83,22 +86,15 @@ def for_tests(places: Places, built: Built, *, every: bool) -> None:
             title = "published clients (PyPI and npm packages)"
             step(title, "tests/clients/install.sh", clients, places.uv, places.python)
         registry = shutil.which("docker-registry") or f"{_unpacked(places.cache, REGISTRY)}/usr/bin/docker-registry"
-    os.environ["SALLYPORT_VAULT"], os.environ["SALLYPORT_STORAGE"] = servers.result()
+    os.environ["SALLYPORT_VAULT"], os.environ["SALLYPORT_STORAGE"] = vault.result(), storage.result()
     os.environ["SALLYPORT_CLIENTS"], os.environ["SALLYPORT_REGISTRY"] = clients, registry
 
 
 def _vault_server(places: Places, root: Path) -> str:
     path = f"{places.cache}/{names.vault_server(root)}"
     if not os.access(path, os.X_OK):
-        options = ("-tags=minimal", "-ldflags=-s -w", "-o", path)
-        step(
-            "HashiCorp Vault (Go modules, some minutes)",
-            *go(places),
-            "build",
-            *options,
-            ".",
-            cwd="testbed/vault_server",
-        )
+        build = (*go(places), "build", "-tags=minimal", *_BUILT_FAST, "-o", path, ".")
+        step("HashiCorp Vault (Go modules, some minutes)", *build, cwd="testbed/vault_server")
     return path
 
 
@@ -146,7 +142,7 @@ def _runsc(places: Places) -> str:
             return found
     say(f"about to build runsc {_RUNSC_VERSION} from its Go module into {places.cache}")
     module = f"gvisor.dev/gvisor/runsc@{_RUNSC_VERSION}"
-    step("runsc", *go(places), "install", "-ldflags=-s -w", module, GOBIN=f"{places.cache}/gobin")
+    step("runsc", *go(places), "install", _STRIPPED, module, GOBIN=f"{places.cache}/gobin")
     os.rename(f"{places.cache}/gobin/runsc", kept)
     return kept
 
@@ -156,7 +152,7 @@ def _storage(places: Places) -> str:
     kept = f"{places.cache}/versitygw-{_STORAGE_VERSION}"
     if not os.access(kept, os.X_OK):
         module = f"github.com/versity/versitygw/cmd/versitygw@{_STORAGE_VERSION}"
-        install = (*go(places), "install", "-ldflags=-s -w", module)
+        install = (*go(places), "install", *_BUILT_FAST, module)
         step("object store (Go module)", *install, GOBIN=f"{places.cache}/gobin")
         os.rename(f"{places.cache}/gobin/versitygw", kept)
     return kept
@@ -165,7 +161,7 @@ def _storage(places: Places) -> str:
 def _execd(places: Places, root: Path) -> str:
     path = f"{places.cache}/{names.execd(root)}"
     if not os.access(path, os.X_OK):
-        step("execd", *go(places), "build", "-ldflags=-s -w", "-o", path, ".", cwd="execd")
+        step("execd", *go(places), "build", _STRIPPED, "-o", path, ".", cwd="execd")
     return path
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 DEFAULT_HOME = "/var/lib/sallyport"
 _DEFAULT_RUN = "/run/sallyport"
 _POLYNOMIAL = 0x04C11DB7
+_GO_FLAGS = "-trimpath -gcflags=all=-dwarf=false"
+"""Go's cache serves checkouts at every path. No program keeps symbols for a debugger, so none are generated."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Places:
             "UV_CACHE_DIR": f"{self.cache}/uv-cache",
             "UV_PYTHON_INSTALL_DIR": f"{self.cache}/python",
             "GOCACHE": f"{self.cache}/go-build",
-            "GOFLAGS": "-trimpath",  # else the cache serves only checkouts at the same path
+            "GOFLAGS": _GO_FLAGS,
             "GOMODCACHE": f"{self.cache}/go-mod",
             "MYPY_CACHE_DIR": f"{self.cache}/mypy",
             "RUFF_CACHE_DIR": f"{self.cache}/ruff",
