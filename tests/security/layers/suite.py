@@ -247,8 +247,8 @@ class Pair:
 
     def _worker(self, sandbox: str) -> int | None:
         """Return the process id of the sandbox's present worker, or None."""
-        pid = self.stack.worker_pid(sandbox)
-        return int(pid) if pid and Path(f"/proc/{pid}/exe").exists() else None
+        pid = self.stack.inspect(sandbox).worker_pid
+        return pid if pid and Path(f"/proc/{pid}/exe").exists() else None
 
     def _honest(self, runtime: str, noted: list[dict[str, Any]], answers: dict[str, str]) -> bool:
         token = ["Authorization", f"Bearer {self._secret}"]
