@@ -22,7 +22,8 @@ from bench.components import Meter, classify, processes
 from bench.figures import Figure, Goal
 from bench.fixture import BenchError, Fixture, wait_until
 from bench.peers import OTHER_CORE, PROXY_CORE, pinned
-from testbed.stack import IMAGE, free_port
+from testbed.ports import reserve_port
+from testbed.stack import IMAGE
 
 ROWS, PAGE = 1000, 20
 SECONDS = 2
@@ -114,7 +115,7 @@ def _on_core(pid: int, core: int) -> Iterator[None]:
 @contextmanager
 def _constant(text: bytes) -> Iterator[tuple[int, int]]:
     """Run the peer. Yield its process and its port."""
-    port = free_port()
+    port = reserve_port()
     command = pinned(PROXY_CORE, sys.executable, "-m", "bench.constant", str(port))
     with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
         assert peer.stdin is not None  # noqa: S101 - it is a pipe

@@ -2,13 +2,10 @@
 
 import http.client
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from opensandbox.sync.sandbox import SandboxSync
 
 from runtimes.net.slot_pool import AHEAD
 from testbed.internet import DNS_ADDRESS, Internet, whole_lines
+from testbed.ports import reserve_port
 from testbed.rings import settle
 from testbed.traces import Traces, take
 from testbed.with_parent import with_parent
@@ -48,14 +46,6 @@ env = {{JUPYTER_HOST = "http://127.0.0.1:44771", JUPYTER_TOKEN = "opensandboxcod
 """
 
 
-def free_port() -> int:
-    """Return a random free TCP port of loopback, below the range that the kernel uses for outgoing connections."""
-    while True:
-        port = 20000 + secrets.randbelow(10000)
-        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
-            return port
-
-
 class StackError(Exception):
     """A step of the demo failed; the message says which."""
 
@@ -70,7 +60,7 @@ class Stack:
 
     def __init__(self, internet: Internet, directory: Path, policy: Path = POLICY, port: int = 0) -> None:
         """Without a port choose a random one."""
-        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port or free_port()
+        self.internet, self.directory, self.policy, self.port = internet, directory, policy, port or reserve_port()
         home = Path(os.environ["SALLYPORT_HOME"])
         self.state, self.run = directory / "state", Path(os.environ["SALLYPORT_RUN_DIR"])
         self._docker_data = home / "docker"

@@ -10,7 +10,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 import psycopg
 import pytest
+
+from tests.stopping import stop
 
 _READY_SECONDS = 30.0
 _OPTIONS = {
@@ -155,17 +156,25 @@ class Cluster:
                     found.append(int(name))
         return found
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each process of the server."""
+    def stop(self) -> None:
+        """Stop each process of the server. It answers nothing, and its connections stay open."""
+        assert self._process is not None
+        stop(self._process.pid)  # It forks no more.
         for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                stop(pid)
+
+    def resume(self) -> None:
+        """Continue each process of the server after `stop`."""
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the server like a crash: all of its processes by SIGKILL."""
         if self._process is None:
             return
-        self._process.send_signal(signal.SIGSTOP)  # It forks no more.
+        stop(self._process.pid)  # It forks no more.
         pids = self._pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -183,7 +192,7 @@ class Cluster:
     def close(self, *, keep: bool = False) -> None:
         """End the server and remove its data, if it is not to be kept."""
         if self._process is not None:
-            self.signal(signal.SIGCONT)
+            self.resume()
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(20)
@@ -210,9 +219,3 @@ def running(**options: Any) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.close()
-
-
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

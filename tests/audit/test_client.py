@@ -9,6 +9,7 @@ import pytest
 from audit.client import AuditClient, AuditUnavailable
 from audit.records import RecordError
 from tests.audit.conftest import A, Auditd
+from tests.stopping import stop
 from wire import Client, Code, Message, RequestError
 
 
@@ -43,7 +44,7 @@ async def test_accept_raises_when_auditd_is_frozen(auditd: Auditd) -> None:
     client = await auditd.attach(A, timeout=1)
     await client.accept("dns", "allow", host="control.example")
     assert auditd.process is not None
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     try:
         with pytest.raises(AuditUnavailable):
             await client.accept("dns", "allow", host="a.example")

@@ -19,6 +19,7 @@ from audit.shared_ring import HEAD_BYTES, ROOM, map_ring
 from runtimes.rings import RingFiles, Rings
 from tests import ring_state
 from tests.audit.conftest import A, Auditd, B, NewAuditd
+from tests.stopping import stop
 from wire import Client, RemoteError
 from wire.api.auditd import AttachRing, CloseRing, CloseSandbox
 
@@ -99,7 +100,7 @@ async def test_accept_returns_while_auditd_is_stopped_and_waits_only_when_the_ri
     """The control: a ring without room refuses, and takes records again when auditd runs."""
     worker = one.worker(timeout=0.2)
     assert auditd.process is not None
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     accepted = 0
     try:
         with pytest.raises(AuditUnavailable, match="full"):
@@ -117,7 +118,7 @@ async def test_accept_returns_while_auditd_is_stopped_and_waits_only_when_the_ri
 
 async def test_records_in_a_ring_survive_the_death_of_worker_and_auditd(auditd: Auditd, one: Producer) -> None:
     assert auditd.process is not None
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     for number in range(10):
         await one.worker().accept("dns", "allow", host=f"{number}.example")
     await auditd.restart(signal.SIGKILL)
@@ -135,7 +136,7 @@ async def test_a_record_that_waited_has_the_time_at_which_it_was_accepted(
     """Both ways of reading a record. A record that was written at once has no such field."""
     assert auditd.process is not None
     worker = one.worker()
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     before = time.time()
     await worker.accept("dns", "allow", host=host)
     after = time.time()
@@ -289,7 +290,7 @@ async def test_a_damaged_ring_is_a_gap_and_harms_no_other_sandbox(
     other = producers(B)
     await other.attach(auditd)
     assert auditd.process is not None
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     await one.worker().accept("dns", "allow", host="lost.example")
     os.pwrite(one.ring.records, damage[1], damage[0])
     auditd.process.send_signal(signal.SIGCONT)
@@ -302,7 +303,7 @@ async def test_a_damaged_ring_is_a_gap_and_harms_no_other_sandbox(
 
 async def test_a_worker_that_takes_back_its_wake_up_hides_nothing(auditd: Auditd, one: Producer) -> None:
     assert auditd.process is not None
-    auditd.process.send_signal(signal.SIGSTOP)
+    stop(auditd.process.pid)
     await one.worker().accept("dns", "allow", host="a.example")
     os.eventfd_read(one.ring.wake)
     auditd.process.send_signal(signal.SIGCONT)

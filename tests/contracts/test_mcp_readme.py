@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from testbed.stack import IMAGE, Stack, free_port
+from testbed.ports import reserve_port
+from testbed.stack import IMAGE, Stack
 
 pytestmark = pytest.mark.system
 
@@ -84,7 +85,7 @@ class Mcp:
 @pytest.fixture(scope="module", name="mcp")
 def _mcp(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mcp]:
     """Start the server as the README does: the address and the key by options, HTTP at a port."""
-    clients, port = Path(os.environ["SALLYPORT_CLIENTS"]), free_port()
+    clients, port = Path(os.environ["SALLYPORT_CLIENTS"]), reserve_port()
     command = [str(clients / "mcp/bin/opensandbox-mcp"), "--transport", "streamable-http", "--port", str(port)]
     command += ["--api-key", stack.api_key, "--domain", f"127.0.0.1:{stack.port}", "--protocol", "http"]
     log = tmp_path_factory.mktemp("mcp") / "log"

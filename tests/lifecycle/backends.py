@@ -1,6 +1,5 @@
 """The two state databases under the same tests: SQLite in the server's directory, and a real PostgreSQL."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def _template() -> Iterator[Template]:
 def _cluster(template: Template) -> Iterator[Cluster]:
     """Return the PostgreSQL of the session. It runs again after a test that has killed it."""
     yield template.cluster
-    template.cluster.signal(signal.SIGCONT)
+    template.cluster.resume()
     template.cluster.restart()
 
 

@@ -42,6 +42,7 @@ from policy.compiler import Compiler
 from policy.document import PolicyDocument
 from policy.operator_file import OperatorFile
 from runtimes.spec import check_launch
+from testbed.ports import reserved_port
 from vault.grants import Grant, GrantError, within
 from wire.api import auditd, hostd, vaultd
 from wire.api.compiler import Compile
@@ -583,7 +584,8 @@ async def world(policy: str | None = None, *, ingress: bool = True, **changes: A
         ]
         backend = await _backend(hostd) if ingress else None
         try:
-            yield World(config, policies, hostd, vaultd, auditd)
+            with reserved_port() as port:
+                yield World(config, policies, hostd, vaultd, auditd, port=port)
         finally:
             await hostd.close()
             for task in tasks:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import time
 import tomllib
@@ -20,7 +19,8 @@ from lifecycle.database.dsn import described as shown
 from lifecycle.database.dsn import parsed
 from lifecycle.database.probe import problem
 from lifecycle.sandboxes.registry import RegistryError, Sandbox, State
-from tests.postgresql import Cluster, free_port, running
+from testbed.ports import reserve_port
+from tests.postgresql import Cluster, running
 
 WORD = "the-password-of-a-test"
 FULL = f"postgresql://sallyport:{WORD}@db.example/state?sslmode=verify-full&sslrootcert=/etc/ssl/db.pem"
@@ -139,7 +139,7 @@ def test_a_wrong_password_is_not_shown(template: Template, tmp_path: Path, caplo
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    port = free_port()
+    port = reserve_port()
     dsn = f"postgresql://sallyport:{WORD}@127.0.0.1:{port}/state"
     with pytest.raises(
         RegistryError, match=f"host=127.0.0.1 port={port} dbname=state user=sallyport failed: .*refused"
@@ -156,7 +156,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluste
     request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     subject = ["-subj", "/CN=db.test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run([*request, *subject, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    with running(port=free_port(), listen="127.0.0.1") as cluster:
+    with running(port=reserve_port(), listen="127.0.0.1") as cluster:
         cluster.secure(key, certificate)
         yield cluster, certificate
 
@@ -204,7 +204,7 @@ def test_the_user_of_serve_is_asked_before_the_start(template: Template, tmp_pat
 
 
 def test_a_server_that_hangs_is_a_problem(cluster: Cluster) -> None:
-    cluster.signal(signal.SIGSTOP)
+    cluster.stop()
     began = time.monotonic()
     assert "postgresql host=" in problem(described(cluster.dsn("postgres"), connect=2, statement=1), os.getuid())
     assert time.monotonic() - began < 10

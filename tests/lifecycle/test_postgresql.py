@@ -1,7 +1,6 @@
 """PostgreSQL alone: databases that are refused, servers that do not answer, crashes, and several `serve` on one."""
 
 import asyncio
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -83,12 +82,12 @@ class TestPostgreSQLThatDoesNotAnswer:
         registry = Registry(table(described(cluster.dsn(cluster.create()), connect=2, statement=1), tmp_path))
         await registry.open()
         await registry.put(ROW)
-        cluster.signal(signal.SIGSTOP)
+        cluster.stop()
         began = time.monotonic()
         writes = [registry.put(replace(ROW, id=f"row{number}")) for number in range(4)]
         found = await asyncio.gather(*writes, registry.get("one"), return_exceptions=True)
         took = time.monotonic() - began
-        cluster.signal(signal.SIGCONT)
+        cluster.resume()
         assert [RegistryError] * 5 == [type(one) for one in found]
         assert took < 2 * 5 + 1, took
         deadline = time.monotonic() + 20

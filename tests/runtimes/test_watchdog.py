@@ -13,6 +13,7 @@ import pytest
 
 from runtimes.process import predecessor
 from runtimes.process.cgroups import Cgroups, GroupLimits
+from tests.stopping import stop
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +230,7 @@ def test_a_hostd_that_hangs_is_killed_and_started_again(keep: Callable[..., Kept
     kept = keep(_READY + "open(sys.argv[1], 'a').write('up\\n'); " + hanging, *_SOON)
     first = int(kept.lines(2)[0])
     if hang == "stopped":
-        os.kill(first, signal.SIGSTOP)
+        stop(first)
     assert str(first) != kept.lines(3)[2]
     assert not alive(first)
 

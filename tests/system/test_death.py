@@ -35,6 +35,7 @@ from testbed.stack import EMPTY_IMAGE, Stack
 from testbed.traces import Traces, start_time
 from tests.conftest import representatives
 from tests.stacks import Second, beside, put_secrets
+from tests.stopping import stop
 from tests.system.test_create_and_delete import body, client
 from wire.operations import Done, Ping
 
@@ -308,7 +309,7 @@ def test_a_worker_that_is_born_while_the_guard_comes_back_dials_under_the_new_on
     state = stack.inspect(one.id)
     groups = Cgroups(str(stack.run))
     group = groups.hierarchies.roots[0] / groups.parent / f"{one.id}.{state.generation + 1}"
-    os.kill(zygote, signal.SIGSTOP)
+    stop(zygote)
     try:
         os.kill(state.worker_pid, signal.SIGKILL)
         assert until(group.exists)

@@ -21,6 +21,7 @@ from opensandbox.models.sandboxes import CredentialProxyConfig, NetworkPolicy, N
 from testbed.internet import API, STATUS, Internet
 from testbed.stack import POLICY, Stack
 from tests.conftest import representatives
+from tests.stopping import stop
 from tests.system.test_changes import MARGIN, Asked, Asker, arrivals, askers, wait_for_questions
 from tests.system.test_create_and_delete import until
 
@@ -171,7 +172,7 @@ def test_a_tighter_document_does_not_wait_for_serve(stack: Stack, internet: Inte
             for host in (API, STATUS):
                 wait_for_questions(internet, one.mark, host)
         serve = int((stack.run / "config" / "serve.pid").read_text().split()[0])
-        os.kill(serve, signal.SIGSTOP)
+        stop(serve)
         try:
             changed = write(stack, f"always_deny: [{STATUS}]\n")
             assert until(lambda: time.time() > changed + LIMIT)

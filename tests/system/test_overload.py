@@ -28,6 +28,7 @@ from policy.rules import Action, Endpoint, Precedence, Rule, RuleList
 from runtimes.process.cgroups import Cgroups
 from runtimes.workers import WorkerIdentity, WorkerProcess
 from testbed.with_parent import with_parent
+from tests.stopping import stop
 from tests.system.test_worker_flow import (  # noqa: F401 - fixtures are found by their names
     PREFIX,
     UID,
@@ -237,7 +238,7 @@ def test_a_worker_that_is_stopped_is_found(rig: Rig, tmp_path: Path) -> None:  #
     with worker(rig, tmp_path) as gate:
         gate.configure(RULES)
         with watched(gate) as replaced:
-            os.kill(gate.pid, signal.SIGSTOP)
+            stop(gate.pid)
             try:
                 assert replaced.wait(PATIENCE)
             finally:

@@ -34,6 +34,7 @@ from tests.conftest import ON_RUNC, representatives
 from tests.runtimes.standin import digest
 from tests.runtimes.test_spec import MEMORY, UIDS
 from tests.stacks import scratch
+from tests.stopping import stop
 from tests.system.test_watch_cuts_off import guards
 from vault import keyring
 from wire.api import vaultd
@@ -395,9 +396,8 @@ def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
     sandbox = hostd.launch("runc")
     try:
         dockerd = int((hostd.run / "docker.pid").read_text())
-        os.kill(dockerd, signal.SIGSTOP)
+        stop(dockerd)
         try:
-            wait_stopped(dockerd)
             said = []
             for _ in range(2):  # A look that began before the stop can have the first answer.
                 said.append(hostd.state(sandbox).state)
@@ -410,15 +410,6 @@ def test_a_docker_that_hangs_holds_up_no_list(hostd: Hostd) -> None:
     finally:
         residue = hostd.ask(Remove(sandbox))
     assert Removed(()) == residue
-
-
-def wait_stopped(process: int) -> None:
-    """Wait until every thread of a process that was sent SIGSTOP has stopped."""
-    deadline = time.monotonic() + PATIENCE
-    for task in Path(f"/proc/{process}/task").iterdir():
-        while (task / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runtime", ["sallyport-runc", "sallyport-runsc"])
@@ -448,7 +439,7 @@ def test_a_worker_that_is_silent_is_replaced(hostd: Hostd, engine: Engine) -> No
     """
     sandbox = hostd.launch("runc")
     stopped = hostd.state(sandbox).worker_pid
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     assert "b''" == engine.python(sandbox, _RECEIVED.format(address="1.2.3.4", port=5))
     hostd.wait_generation(sandbox, 2)
     with pytest.raises(ProcessLookupError):
@@ -464,7 +455,7 @@ def test_a_daemon_that_is_silent_is_replaced(hostd: Hostd, sandbox: str, stopped
     """A stopped daemon never ends itself. Its sandbox's worker stays alive, and gets a channel to the next daemon."""
     worker = hostd.state(sandbox).worker_pid
     former = hostd.daemon(stopped)
-    os.kill(former, signal.SIGSTOP)
+    stop(former)
     deadline = time.monotonic() + PATIENCE
     while True:
         if not Path(f"/proc/{former}").exists():
@@ -495,7 +486,7 @@ def test_a_decided_configuration_is_in_force_though_the_worker_does_not_confirm_
     """The worker that replaces a silent one starts with it. Without `decided` it starts with the former one."""
     for decided, expected in ((True, "second"), (False, "first")):
         sandbox = hostd.launch("runc")
-        os.kill(hostd.state(sandbox).worker_pid, signal.SIGSTOP)
+        stop(hostd.state(sandbox).worker_pid)
         with pytest.raises(wire.RemoteError, match="did not confirm"):
             hostd.configure(sandbox, {"note": "second"}, decided=decided)
         hostd.wait_generation(sandbox, 2)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -18,6 +17,7 @@ from runtimes.process.cgroups import Cgroups, GroupLimits, Processor, remove_con
 from runtimes.process.cpu_weight import Computing, CpuWeight, process_seconds
 from testbed.traces import alive, cookie_of
 from testbed.with_parent import with_parent
+from tests.stopping import stop
 from wire.gateway_limits import GatewayLimits
 
 pytestmark = pytest.mark.system
@@ -263,7 +263,7 @@ def test_a_process_that_computes_without_a_pause_weighs_less_until_it_pauses(tmp
                 time.sleep(0.01)
             cpu_weight.look(one, 1.0)
             assert [weight // 16 for weight in usual] == [int(file.read_text()) for file in weights]
-            busy.send_signal(signal.SIGSTOP)
+            stop(busy.pid)
             for now in (3.0, 5.0):
                 cpu_weight.look(one, now)
             assert usual == [int(file.read_text()) for file in weights]

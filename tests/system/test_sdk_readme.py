@@ -30,7 +30,8 @@ from opensandbox.config import ConnectionConfig
 from opensandbox.models.sandboxes import NetworkPolicy, NetworkRule, SandboxFilter
 from opensandbox.sync.manager import SandboxManagerSync
 
-from testbed.stack import IMAGE, Stack, free_port
+from testbed.ports import reserve_port
+from testbed.stack import IMAGE, Stack
 from tests.stacks import beside
 from tests.system.test_create_and_delete import until
 
@@ -145,7 +146,7 @@ async def test_a_quick_start_runs_as_written(server: Stack, part: str, said: str
 @pytest.fixture(name="address")
 def _address(tmp_path: Path) -> Iterator[str]:
     """Run Redis with the user of the example; return its address."""
-    port = free_port()
+    port = reserve_port()
     settings = tmp_path / "redis.conf"
     settings.write_text(
         f'bind 127.0.0.1\nport {port}\ndir {tmp_path}\nsave ""\nuser default off\nuser user on >password ~* &* +@all\n'

@@ -26,7 +26,7 @@ from runtimes.engine.dockerd import arguments
 from runtimes.net import netns, nft
 from runtimes.process.cgroups import Cgroups
 from runtimes.spec import DockerdConfig
-from testbed.stack import free_port
+from testbed.ports import reserve_port
 from tests.anyone import as_anyone
 from tests.conftest import ON_RUNSC, representatives
 
@@ -53,7 +53,7 @@ class Machine:
         self.directory = directory
         self.run = directory / "run"
         self.upstream = directory / "upstream"
-        self.port = free_port()
+        self.port = reserve_port()
         self.path = os.environ["PATH"]
         self.top: dict[str, object] = {
             "state_dir": str(directory / "state"),
@@ -348,7 +348,7 @@ def test_a_server_that_cannot_listen_after_all_takes_everything_down(machine: Ma
 def test_a_second_server_in_the_same_place_refuses(machine: Machine) -> None:
     """The first server continues."""
     with machine.serving():
-        port, machine.port = machine.port, free_port()
+        port, machine.port = machine.port, reserve_port()
         assert f"another server runs in {machine.run}" in machine.refusal()
         machine.port = port
         assert httpx.codes.OK == httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code

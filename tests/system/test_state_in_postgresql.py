@@ -16,8 +16,9 @@ import pytest
 from demo.sandboxes import Secrets
 from testbed.census import command_lines, daemons
 from testbed.internet import ATTACKER, STATUS
+from testbed.ports import reserve_port
 from testbed.stack import Stack
-from tests.postgresql import Cluster, free_port, running
+from tests.postgresql import Cluster, running
 from tests.stacks import Second, beside, put_secrets
 from tests.system.test_create_and_delete import body
 
@@ -54,7 +55,7 @@ class Neighbour(Stored, Second):
 
 @pytest.fixture(scope="module", name="cluster")
 def _cluster() -> Iterator[Cluster]:
-    with running(port=free_port(), listen="127.0.0.1") as cluster:
+    with running(port=reserve_port(), listen="127.0.0.1") as cluster:
         yield cluster
 
 

@@ -29,6 +29,7 @@ from testbed.internet import ADDRESSES, ATTACKER, STATUS, Internet
 from testbed.stack import EMPTY_IMAGE, Stack
 from tests.conftest import ON_RUNSC
 from tests.stacks import beside, put_secrets
+from tests.stopping import stop
 from wire.api.hostd import Inspect
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
@@ -335,7 +336,7 @@ def test_an_alarm_is_kept_until_auditd_takes_it(second: Stack) -> None:
     name = created(second, "runsc")
     place = place_of(second, name)
     auditd = daemons(second)["audit.auditd"]
-    os.kill(auditd, signal.SIGSTOP)
+    stop(auditd)
     try:
         _link(place.gateway)
         assert until(lambda: bool(second.inspect(name).alarm), PATIENCE)

@@ -44,6 +44,7 @@ from testbed.namespaces import remove as remove_namespace
 from tests import ring_state
 from tests.conftest import representatives
 from tests.stacks import INTERNET
+from tests.stopping import stop
 from vault import keyring
 from wire import bind_unix, frames
 from wire.api import vaultd as vapi
@@ -756,7 +757,7 @@ def test_a_worker_killed_before_its_calls_are_recorded_leaves_the_next_one_alone
     with worker(rig, tmp_path) as gate:
         gate.control.ask(Ping())
         confined = filters(gate.pid)
-    os.kill(recorder, signal.SIGSTOP)
+    stop(recorder)
     try:
         with worker(rig, tmp_path) as gate:
             deadline = time.monotonic() + TIMEOUT

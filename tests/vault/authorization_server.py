@@ -16,7 +16,8 @@ from urllib.parse import parse_qs, quote, urljoin, urlsplit
 import pytest
 import requests
 
-from tests.vault.vault_server import Authority, free_port
+from testbed.ports import reserve_port
+from tests.vault.vault_server import Authority
 
 PROGRAM = Path(__file__).with_suffix(".mjs")
 SECONDS = 30
@@ -34,7 +35,7 @@ class AuthorizationServer:
         self.authority = Authority(directory, "authorization-server")
         self.secret = "secret/+&%" + secrets.token_urlsafe(24)
         certificate, key = self.authority.issue()
-        self._port = free_port()
+        self._port = reserve_port()
         arguments = (f"{clients}/npm", certificate, key, str(self._port), str(seconds), self.secret)
         self._process = subprocess.Popen(
             [f"{clients}/node/bin/node", PROGRAM, *arguments],

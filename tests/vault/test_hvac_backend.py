@@ -7,7 +7,6 @@ secrets with a lease it is the PostgreSQL whose accounts Vault makes.
 import asyncio
 import base64
 import json
-import signal
 import statistics
 import tempfile
 import time
@@ -24,10 +23,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 import wire
+from testbed.ports import reserve_port
 from tests.postgresql import Cluster
 from tests.vault.backends import HOST, REFRESH, SANDBOX, VaultWorld, grant
 from tests.vault.stand_in import https, send
-from tests.vault.vault_server import Authority, VaultServer, free_port
+from tests.vault.vault_server import Authority, VaultServer
 from vault.client import Lease, ReleaseRefusedError, VaultClient
 from vault.grants import SecretBinding
 from vault.secret import Secret
@@ -259,11 +259,7 @@ async def test_a_sealed_a_dead_and_a_stopped_vault_disturb_no_valid_value_and_ha
     faults: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
         "sealed": (world.server.seal, world.server.unseal, "sealed: Vault is sealed: unseal it"),
         "dead": (world.server.kill, world.server.start, "unreachable: Vault cannot be reached"),
-        "stopped": (
-            lambda: world.server.signal(signal.SIGSTOP),
-            lambda: world.server.signal(signal.SIGCONT),
-            "timeout: ",
-        ),
+        "stopped": (world.server.stop, world.server.resume, "timeout: "),
     }
     for begin, end, expected in faults.values():
         world.hvac._documents.clear()
@@ -377,7 +373,7 @@ def test_a_standby_node_forwards_and_its_redirect_takes_no_token_elsewhere(tmp_p
     places = [tmp_path / name for name in ("elsewhere", "active", "standby")]
     for place in places:
         place.mkdir()
-    port = free_port()
+    port = reserve_port()
     active = VaultServer(places[1], announced=f"https://127.0.0.1:{port}")
     with https(active.authority, note, port), ExitStack() as running:
         running.callback(active.kill)
@@ -441,7 +437,7 @@ async def test_an_expired_token_of_the_operator_has_its_reason_and_can_be_replac
 @pytest.fixture(scope="session", name="database")
 def _database() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="p-") as directory:
-        cluster = Cluster(Path(directory), port=free_port(), listen="127.0.0.1")
+        cluster = Cluster(Path(directory), port=reserve_port(), listen="127.0.0.1")
         cluster.start()
         yield cluster
         cluster.kill()
@@ -621,7 +617,7 @@ async def test_without_vault_no_secret_is_used_beyond_its_lease(world: LeasedWor
     began = time.monotonic()
     first = await ask(worker, LOGIN)
     assert first.expires <= began + 6.5
-    await asyncio.to_thread(world.server.signal, signal.SIGSTOP)
+    await asyncio.to_thread(world.server.stop)
     try:
         await world.settled(2)
         assert first.value == (await ask(worker, LOGIN)).value
@@ -629,7 +625,7 @@ async def test_without_vault_no_secret_is_used_beyond_its_lease(world: LeasedWor
         assert not worker.current(first)
         assert wire.Code.BACKEND == (await refusal(worker, LOGIN))[0]
     finally:
-        await asyncio.to_thread(world.server.signal, signal.SIGCONT)
+        await asyncio.to_thread(world.server.resume)
     await worker.close()
 
 

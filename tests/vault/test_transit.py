@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from testbed.ports import reserve_port
 from tests.conftest import representatives
 from tests.vault.key_sources import POLICY, Transit
 from tests.vault.stand_in import https, send
-from tests.vault.vault_server import Authority, free_port
+from tests.vault.vault_server import Authority
 from vault.keyring import MasterKeyError
 from vault.stores.hvac.config import Auth, HashicorpServer
 from vault.wrapping import transit
@@ -61,7 +62,7 @@ def of_another_purpose(source: Transit) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Transit], object], str]] = {
-    "unreachable": (lambda source: at(source, address=f"https://127.0.0.1:{free_port()}"), "cannot be reached"),
+    "unreachable": (lambda source: at(source, address=f"https://127.0.0.1:{reserve_port()}"), "cannot be reached"),
     "another authority": (lambda source: at(source, roots="/etc/ssl/certs/ca-certificates.crt"), "certificate is not"),
     "sealed": (lambda source: source.server.seal(), "Vault is sealed"),
     "login": (lambda source: source.credential.write_text("wrong"), "refuses the login"),
@@ -157,7 +158,7 @@ def test_an_answer_that_is_no_key_is_refused(careless: tuple[Careless, TransitKe
 
 def test_an_unreachable_server_is_tried_twice(careless: tuple[Careless, TransitKey, int]) -> None:
     _, place, credential = careless
-    gone = replace(place, server=replace(place.server, address=f"https://127.0.0.1:{free_port()}"))
+    gone = replace(place, server=replace(place.server, address=f"https://127.0.0.1:{reserve_port()}"))
     began = time.monotonic()
     with pytest.raises(WrappingError, match="cannot be reached"):
         transit.unwrap(gone, credential, [WrappedKey(1, "transit", "0" * 32, "vault:v1:x")])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import wire
+from tests.stopping import stop
 from tests.vault.requests import ADMINISTRATION, ASK
 from vault.client import AdminClient, ReleaseRefusedError, VaultClient
 from vault.config import VaultConfig
@@ -86,7 +87,7 @@ async def test_with_a_stopped_auditd_no_byte_of_the_secret_reaches_the_worker(da
     near.setblocking(False)
     loop = asyncio.get_running_loop()
     request = {"op": "release", **parameters(vaultd.Release(*ASK))}
-    daemons.auditd.send_signal(signal.SIGSTOP)
+    stop(daemons.auditd.pid)
     try:
         await loop.sock_sendall(near, wire.frames.encode({"id": 1, **request}))
         answer = await asyncio.wait_for(loop.sock_recv(near, 65536), 20)

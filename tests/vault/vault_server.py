@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from datetime import UTC, datetime, timedelta
@@ -23,6 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from testbed.ports import reserve_port
+from tests.stopping import stop
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "connect-a-vault.md"
 _READY_SECONDS = 60.0
 
@@ -31,13 +33,6 @@ def documented(language: str) -> str:
     """Return the only block of the guide in a language."""
     (block,) = re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     return str(block)
-
-
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Authority:
@@ -106,7 +101,7 @@ class VaultServer:
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._active = active
-        self.port, cluster = free_port(), f"127.0.0.1:{free_port()}"
+        self.port, cluster = reserve_port(), f"127.0.0.1:{reserve_port()}"
         self.address = f"https://127.0.0.1:{self.port}"
         self.authority = Authority(directory, "vault-authority") if active is None else active.authority
         self.root = "" if active is None else active.root
@@ -170,10 +165,15 @@ class VaultServer:
             self._process.wait(10)
             self._process = None
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
+    def stop(self) -> None:
+        """Stop the process. It answers nothing, and its connections stay open."""
         assert self._process is not None
-        self._process.send_signal(number)
+        stop(self._process.pid)
+
+    def resume(self) -> None:
+        """Continue the process after `stop`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         """Make a request with the root token; return the answer's object.

@@ -8,7 +8,6 @@ It tests `gateway/engines/mitm/http2.py`.
 import asyncio
 import contextlib
 import resource
-import socket
 import ssl
 import time
 from pathlib import Path
@@ -36,6 +35,7 @@ from gateway.engines.port import EngineLimits
 from policy.decision import AllowRequest, Deny
 from policy.facts import Scheme
 from policy.injection import InjectionKind, InjectionPlan
+from testbed.ports import reserve_port
 
 from .conftest import only
 
@@ -405,9 +405,7 @@ async def test_a_server_that_refuses_http1_in_its_handshake_is_remembered(lab, u
     pem = tmp_path / "server.pem"
     pem.write_text(leaf.pem + leaf.key_pem)
     async with lab.running(lab.tls(leaf)) as rig:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            rig.dial_port = free.getsockname()[1]
+        rig.dial_port = reserve_port()
         options = (
             "-accept",
             f"127.0.0.1:{rig.dial_port}",

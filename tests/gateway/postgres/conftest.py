@@ -35,8 +35,9 @@ from policy.logins import LoginPlan
 from policy.names import HostPattern
 from policy.rules import Action, Endpoint, Precedence, Rule, RuleList
 from policy.sessions import AllowSession, decide_session
+from testbed.ports import reserve_port
 from tests.gateway.mitm.conftest import Audit, Authority
-from tests.postgresql import Cluster, free_port, running
+from tests.postgresql import Cluster, running
 from vault.secret import Secret
 
 HOST = "db.test"
@@ -246,7 +247,7 @@ def database_root() -> Authority:
 def database(database_root: Authority) -> Iterator[Cluster]:
     """A server with TLS. Its users log in in different ways."""
     leaf = database_root.leaf(HOST)
-    with running(port=free_port(), listen="127.0.0.1") as cluster, tempfile.TemporaryDirectory() as kept:
+    with running(port=reserve_port(), listen="127.0.0.1") as cluster, tempfile.TemporaryDirectory() as kept:
         key, certificate = Path(kept, "server.key"), Path(kept, "server.crt")
         key.write_text(leaf.key_pem)
         certificate.write_text(leaf.pem)

@@ -23,6 +23,7 @@ from runtimes.process import watchdog
 from testbed.internet import ADDRESSES, API
 from testbed.stack import EMPTY_IMAGE, StackError
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
+from tests.stopping import stop
 from tests.system.test_death import until
 
 pytestmark = pytest.mark.system
@@ -177,7 +178,7 @@ def hostd(stack: CompromisedStack) -> int:
 
 
 def stops(pid: int) -> Callable[[], None]:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 

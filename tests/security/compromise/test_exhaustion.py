@@ -5,8 +5,6 @@ The module tests `runtimes/workers.py`.
 
 import errno
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from testbed.stack import StackError
 from testbed.traces import start_time
 from tests.conftest import representatives
 from tests.security.compromise.stack import CompromisedStack, Hostile, Refused
+from tests.stopping import stop
 from wire.api.hostd import Configure, Remove, Removed
 from wire.operations import Ping
 
@@ -294,7 +293,7 @@ def test_a_serve_that_hangs_is_replaced(compromised: CompromisedStack) -> None:
     serve = compromised.hostile("serve")
     assert compromised.healthy()
     compromised.ask(Ping())
-    os.kill(serve.pid, signal.SIGSTOP)
+    stop(serve.pid)
     serve.close()
     after = compromised.hostile("serve")
     assert serve.pid != after.pid

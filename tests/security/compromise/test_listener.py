@@ -15,6 +15,7 @@ import pytest
 
 from runtimes.process import predecessor
 from testbed.stack import Stack
+from tests.stopping import stop
 
 pytestmark = [pytest.mark.system, pytest.mark.faults]
 
@@ -72,7 +73,7 @@ def _took(thief: subprocess.Popen[str]) -> list[str]:
 
 @contextmanager
 def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:
