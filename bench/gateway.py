@@ -26,6 +26,7 @@ from testbed.census import daemons
 from testbed.internet import UP_ADDRESS
 
 CONNECTIONS = goals.CONNECTIONS
+NEW_CONNECTIONS = 16
 SECONDS = 3
 """The length of one sample. With many connections it is longer, because of their handshakes."""
 _MANY = 100
@@ -137,7 +138,7 @@ def _round(way: Way) -> dict[tuple[str, str], float]:
             seen[f"processor time of a request, {label}", "us"] = 1e6 * spent / result["requests"]
         _rest(way)
     if way.kind == "same":
-        result = clients.wrk(replace(way, kind="close"), 16, SECONDS)
+        result = clients.wrk(replace(way, kind="close"), NEW_CONNECTIONS, SECONDS)
         _rest(way)
         seen["new TLS connections", "1/s"] = result["requests"] / result["seconds"]
         if way.name == goals.INJECTED:

@@ -18,6 +18,7 @@ from tests.stacks import INTERNET
 _PROGRAM = """
 import sys, bench.burst, bench.execd, bench.gateway, bench.listing, bench.main, bench.peers, bench.snapshot
 bench.gateway.SECONDS, bench.gateway.CONNECTIONS, bench.peers.BULK_BYTES = 1, (1, 4), 10_000_000
+bench.gateway.NEW_CONNECTIONS = 2
 bench.execd.OPERATIONS, bench.execd.TRANSFERS, bench.execd.TRANSFER_BYTES = 4, 1, 100_000
 bench.execd.SETTLE_SECONDS = 0.5
 bench.listing.SECONDS, bench.burst.AT_ONCE, bench.snapshot.BYTES = 1, 2, 1_000_000
