@@ -1,5 +1,7 @@
 """The far end: TLS hosts that answer each GET with the same small page, and note when connections begin and end.
 
+The answer to a connection's first request, if it is for `HELD`, is begun and never finished.
+
     python -m bench.far_end DIRECTORY NAME=ADDRESS...
 
 Certificates are DIRECTORY/NAME.pem; notes go to DIRECTORY/far-end.jsonl; times are those of the host's monotonic
@@ -18,6 +20,9 @@ import uvloop
 
 BODY = b"x" * 1024
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+HELD = "/v1/held"
+_BEGUN = _ANSWER[: -len(BODY) // 2]
+_HELD_LINE = f"get {HELD} ".encode()
 _END = b"\r\n\r\n"
 
 
@@ -43,8 +48,9 @@ class Connection(asyncio.Protocol):
             head, self._pending = self._pending[:end].lower(), self._pending[end + len(_END) :]
             self.authorised += b"\r\nauthorization: bearer " in head
             self.requests += 1
+            held = self.requests == 1 and head.startswith(_HELD_LINE)
             if self._transport is not None:
-                self._transport.write(_ANSWER)
+                self._transport.write(_BEGUN if held else _ANSWER)
             if self.requests == 1:
                 self._note("first")
 

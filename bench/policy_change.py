@@ -1,7 +1,7 @@
 """The time from a change of policy to the end of the last flow that it forbids.
 
-Twenty flows of one sandbox, half of them spliced and half inspected, are open and idle when a `PUT` of the policy
-forbids their hosts. The end of each is measured on both sides: by the client in the sandbox and by the far end.
+Twenty flows of one sandbox, half of them spliced and half inspected, wait for the rest of an answer when a `PUT` of the
+policy forbids their hosts. The end of each is measured on both sides: by the client in the sandbox and by the far end.
 """
 
 import threading
