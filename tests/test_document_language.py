@@ -120,6 +120,7 @@ def test_a_document_is_in_plain_language(document: str) -> None:
         assert [] == problems((ROOT / document).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_comments_of_a_folder_are_in_plain_language(folder: str) -> None:
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / folder).rglob("*.py")}

@@ -72,6 +72,7 @@ def test_the_output_does_not_depend_on_chunks(contents: list[bytes], data: st.Da
     assert len(stream) == len(whole)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([b"x", b"=", b"\n", b"pp"]), max_size=12), st.sampled_from([VALUE, b"y" * 21]))
 @settings(max_examples=60)
 def test_what_is_held_back_within_a_message_depends_on_no_value(contents: list[bytes], other: bytes) -> None:

@@ -432,6 +432,7 @@ async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     await reader.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "serve", [_truncated_again, _too_large, _too_many, _another_question, _half, _drips, _silent, None]
 )

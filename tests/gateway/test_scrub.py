@@ -183,6 +183,7 @@ def test_an_escape_that_is_the_beginning_of_another_hides_no_end(rest: str, esca
     assert set(out[:-1]) <= set(b"*\0")
 
 
+@pytest.mark.slow
 @given(
     st.one_of(secrets, tokens),
     st.data(),
@@ -261,6 +262,7 @@ def test_base64_is_found_at_every_alignment(value, before, after, urlsafe):
     assert left <= -(-len(before) * 8 // 6) + -(-len(after) * 8 // 6) + 4
 
 
+@pytest.mark.slow
 @given(
     secrets,
     st.lists(st.integers(0, 2000), max_size=30),

@@ -58,6 +58,7 @@ def test_no_header_or_trailer_shows_it(kind: Kind, secret: str, text: bytes) -> 
             assert b"x-echo" in found.lower() or b"x-sum" in found.lower()
 
 
+@pytest.mark.slow
 @leaks
 def test_no_body_shows_it_wherever_it_is_divided(kind: Kind, secret: str, text: bytes) -> None:
     body = AROUND + text + b" after</p>"

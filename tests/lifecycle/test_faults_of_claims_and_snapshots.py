@@ -115,6 +115,7 @@ async def creations(place: Place, mode: str, body: dict[str, Any], members: int,
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_claim_is_whole_or_did_not_happen(mode: str, pooled: Place) -> None:
     """A member whose claim failed belongs to no caller, and another one takes its place."""
@@ -123,6 +124,7 @@ async def test_a_claim_is_whole_or_did_not_happen(mode: str, pooled: Place) -> N
     assert wanted == steps[: len(wanted)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_restore_is_whole_or_did_not_happen(mode: str, place: Place) -> None:
     """And no snapshot counts as used by a sandbox that there is not."""
@@ -205,6 +207,7 @@ async def _removed(place: Place, name: str) -> None:
     assert await eventually(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_snapshot_and_its_removal_are_whole_or_did_not_happen(mode: str, place: Place) -> None:
     """The host has exactly the ready snapshots, and no row stays between two states."""

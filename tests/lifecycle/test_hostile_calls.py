@@ -305,6 +305,7 @@ async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", WHOLE[:-2], WHOLE + b"G"])
 async def test_a_head_that_does_not_come_ends_its_connection(hasty: World, sent: bytes) -> None:
     """Also if it comes byte by byte: a byte does not restart the time limit."""
@@ -319,6 +320,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(hasty: World, sent:
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_request_that_has_begun_may_take_its_time(hasty: World) -> None:
     """The head's time limit does not end an endless answer, a slow body, a WebSocket, or an idle connection."""
     async with hasty.client() as client:

@@ -529,6 +529,7 @@ def _powers(document: Any) -> dict[str, frozenset[str]] | None:
     return named | {"": permitted(compile_default(read), HOSTS, paths)}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.deferred(lambda: st.sampled_from(_mutations())))
 def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> None:
@@ -543,6 +544,7 @@ def test_what_is_not_read_is_refused_or_opens_nothing(mutation: Mutation) -> Non
         assert powers <= bound[name] or powers <= without.get(name, frozenset()), (mutation, name)
 
 
+@pytest.mark.slow
 def test_no_rule_reads_an_empty_list_or_a_null() -> None:
     """For every key of every rule: all mutations of that kind, not a sample."""
     tried = set()

@@ -97,6 +97,7 @@ SHORT, AMPLE = 0.2, 60.0
 OOM, DIE = {"Action": "oom"}, {"Action": "die"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "events", "oom", "asked"),
     [

@@ -124,6 +124,7 @@ def test_what_a_process_does_is_read_from_the_kernel(kind: str) -> None:
 _SIBLING = "import threading\ndef spin():\n  while True: pass\nthreading.Thread(target=spin).start()\nspin()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["import time; time.sleep(60)", "while True: pass", _SIBLING])
 async def test_what_a_process_does_instead_of_answering_gains_it_no_time(
     program: str, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ async def test_what_a_process_does_instead_of_answering_gains_it_no_time(
         await process.wait()
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_given_no_processor_gets_more_time_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_module_that_crashes_gives_no_key(observed: Observed) -> None:
         observed.wrapping("abort").wrap()
 
 
+@pytest.mark.slow
 def test_a_module_that_hangs_is_ended(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "SECONDS", 2.0)
     with pytest.raises(WrappingError, match="no answer within 2 s"):
@@ -116,6 +117,7 @@ def test_a_module_that_hangs_is_ended(observed: Observed, monkeypatch: pytest.Mo
         os.kill(observed.ready(), 0)
 
 
+@pytest.mark.slow
 async def test_vaultd_goes_on_while_a_key_is_opened(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request to change the key waits in a thread; the event loop does not."""
     monkeypatch.setattr(asking, "SECONDS", 3.0)

@@ -202,6 +202,7 @@ class running_again:
         self.server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before a request", "in a request", "in a response"])
 async def test_a_flow_ends_after_the_idle_time(when: str, lab: Lab) -> None:
     running = lab.running(None, EngineLimits(idle_seconds=1), Scheme.HTTP)

@@ -127,6 +127,7 @@ HALVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 async def test_a_request_head_that_stalls_ends_the_flow(half, lab, upstream_root):
     context = lab.tls(upstream_root.leaf("good.test"))
@@ -157,6 +158,7 @@ STALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", STALLS)
 async def test_an_http2_head_that_stalls_ends_the_flow(stall, lab, upstream_root):
     context = lab.tls(upstream_root.leaf("good.test"))
