@@ -3,8 +3,8 @@
     python3 load.py HOST...
 
 It opens one flow to each host, and reads an answer that the host begins and never finishes. So each flow keeps its own
-connection to the host: the gateway would use one whose answer is complete for another flow. It prints when each flow was
-aborted: times of the monotonic clock, which a runc sandbox shares with its host. It prints one JSON object.
+connection to the host: the gateway would use one whose answer is complete for another flow. It prints when each flow
+was aborted: times of the monotonic clock, which a runc sandbox shares with its host. It prints one JSON object.
 """
 
 import json
