@@ -53,6 +53,8 @@ def _cut(fixture: Fixture, sandbox: Any, client: httpx.Client, url: str) -> tupl
     flows.join()
     if not results or results[0]["failures"] or len(results[0]["ended"]) != FLOWS:
         raise BenchError(f"the client's flows: {results}")
+    if min(results[0]["ended"]) < began:
+        raise BenchError("a flow ended before the change")
     client.put(url, json=_EVERYTHING).raise_for_status()
     inside = max(results[0]["ended"])
     outside = max(note["at"] for note in fixture.notes(mark) if note["event"] == "closed")

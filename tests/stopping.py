@@ -17,13 +17,13 @@ def stop(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _SECONDS
-    while any(_runs(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
+    while any(map(_runs, Path(f"/proc/{pid}/task").glob("*/stat"))):
         assert time.monotonic() < deadline, f"process {pid} does not stop"
         time.sleep(0.001)
 
 
-def _runs(thread: Path) -> bool:
+def _runs(stat: Path) -> bool:
     try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] not in ("T", "Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rpartition(")")[2].split()[0] not in ("T", "Z", "X")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
         return False
